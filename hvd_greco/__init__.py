@@ -1,0 +1,111 @@
+"""Layer-adaptive gradient compression for PyTorch models trained with stock Horovod.
+
+One keyword argument in a script that already works::
+
+    import horovod.torch as hvd
+    import hvd_greco as greco
+
+    hvd.init()
+    compression = greco.TopK(model.named_parameters(), density=0.01)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=compression
+    )
+
+Public names are loaded when first used, so that ``hvd-greco install-horovod`` and
+``hvd-greco doctor`` work on a machine where Horovod or torch is missing or broken.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from ._version import __version__
+from .errors import (
+    ConfigError,
+    GrecoError,
+    HorovodNotFoundError,
+    LaunchError,
+    MismatchError,
+    NotInitializedError,
+    StallError,
+    UnknownTensorError,
+    UnsupportedError,
+    WireError,
+)
+
+if TYPE_CHECKING:
+    from .codecs.base import Codec
+    from .compressor import Compressor
+    from .constructors import Dense, RandomK, TopK
+    from .exchange.local import LocalGroup
+    from .layers import Layer, LayerState
+    from .payload import Payload
+    from .plan import Plan
+    from .telemetry import LayerReport, StepReport
+
+#: public name -> module that defines it
+_LAZY = {
+    "Compressor": "compressor",
+    "Dense": "constructors",
+    "RandomK": "constructors",
+    "TopK": "constructors",
+    "Codec": "codecs.base",
+    "LocalGroup": "exchange.local",
+    "Layer": "layers",
+    "LayerState": "layers",
+    "Payload": "payload",
+    "Plan": "plan",
+    "StepReport": "telemetry",
+    "LayerReport": "telemetry",
+}
+
+__all__ = [
+    "Codec",
+    "Compressor",
+    "ConfigError",
+    "Dense",
+    "GrecoError",
+    "HorovodNotFoundError",
+    "LaunchError",
+    "Layer",
+    "LayerReport",
+    "LayerState",
+    "LocalGroup",
+    "MismatchError",
+    "NotInitializedError",
+    "Payload",
+    "Plan",
+    "RandomK",
+    "StallError",
+    "StepReport",
+    "TopK",
+    "UnknownTensorError",
+    "UnsupportedError",
+    "WireError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))
+
+
+if importlib.util.find_spec("horovod") is None:
+    warnings.warn(
+        "Horovod is not installed, and `pip install horovod` fails against torch >= 2.1. "
+        "Run `hvd-greco install-horovod`: it builds Horovod 0.28.1 for the torch and MPI of this "
+        "Python (minutes, once), then everything here works.",
+        stacklevel=2,
+    )

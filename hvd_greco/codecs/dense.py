@@ -1,0 +1,164 @@
+"""No selection at all: the whole gradient in fp32, fp16 or bf16."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import ConfigError, WireError
+from ..layers import Layer, LayerState
+from ..payload import Kind, Payload, Reduced, network_bytes
+from .base import Codec, Level, StepContext
+
+#: What stock Horovod's allreduce adds up by itself.
+CARRIED_DTYPES = (torch.float16, torch.float32, torch.float64)
+WIRES = {"native": None, "fp32": torch.float32, "fp16": torch.float16}
+
+
+class DenseCodec(Codec):
+    """Every element, carried by the stock allreduce in the given dtype.
+
+    Args:
+        wire: ``"native"`` sends the gradient's own dtype (bf16, which Horovod cannot add up, as
+            fp32), without a copy; ``"fp32"`` and ``"fp16"`` convert. A sum in fp16 overflows when
+            an element's total over all ranks passes 65,504 (the same holds for Horovod's own fp16
+            compression; ``gradient_predivide_factor`` moves that limit), and elements below 6e-8
+            become zero.
+    """
+
+    takes_residual = False
+
+    def __init__(self, wire: str = "native") -> None:
+        if wire not in WIRES:
+            raise ConfigError(f"wire: {wire!r} is none of {', '.join(WIRES)}, bf16")
+        self.wire = wire
+        self.name = "dense" if wire == "native" else wire
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """dtype on the wire for gradients of ``dtype``."""
+        return WIRES[self.wire] or (dtype if dtype in CARRIED_DTYPES else torch.float32)
+
+    def wire_bytes(self, layer: Layer, level: Level, size: int) -> int:
+        return layer.numel * self.wire_dtype(layer.dtype).itemsize
+
+    def network_bytes(self, layer: Layer, level: Level, size: int) -> int:
+        return network_bytes(Kind.CARRIED, self.wire_bytes(layer, level, size), size)
+
+    def encode(
+        self,
+        layer: Layer,
+        state: LayerState,
+        vector: torch.Tensor,
+        level: Level,
+        context: StepContext,
+    ) -> Payload:
+        return Payload(Kind.CARRIED, vector.to(self.wire_dtype(layer.dtype)))
+
+    def encode_absent(
+        self,
+        layer: Layer,
+        state: LayerState,
+        level: Level,
+        context: StepContext,
+        like: torch.Tensor,
+    ) -> Payload:
+        zeros = torch.zeros(layer.numel, dtype=self.wire_dtype(layer.dtype), device=like.device)
+        return Payload(Kind.CARRIED, zeros)
+
+    def decode(
+        self,
+        layer: Layer,
+        level: Level,
+        context: StepContext,
+        sent: Payload,
+        reduced: Reduced,
+        out: torch.Tensor,
+    ) -> None:
+        out.copy_(reduced.buffer)
+
+
+class BF16Codec(Codec):
+    """Every element in bfloat16: two bytes with fp32's range, added up in fp32.
+
+    No collective takes bf16, so each rank gets one shard of everybody's gradient as bytes
+    (alltoall), adds it up in fp32, rounds once, and all shards are gathered. Both rounds together
+    move what a ring allreduce of two-byte elements would, and the sum is better than one: each
+    contribution is rounded once and the mean once, whatever the number of ranks.
+    """
+
+    name = "bf16"
+    rounds = 2
+    takes_residual = False
+
+    def wire_bytes(self, layer: Layer, level: Level, size: int) -> int:
+        shard = _shard(layer.numel, size)
+        return 2 * shard * size + 2 * shard
+
+    def network_bytes(self, layer: Layer, level: Level, size: int) -> int:
+        shard = _shard(layer.numel, size)
+        scatter = network_bytes(Kind.SCATTER, 2 * shard * size, size)
+        return scatter + network_bytes(Kind.GATHER, 2 * shard, size)
+
+    def encode(
+        self,
+        layer: Layer,
+        state: LayerState,
+        vector: torch.Tensor,
+        level: Level,
+        context: StepContext,
+    ) -> Payload:
+        shard = _shard(layer.numel, context.size)
+        total = shard * context.size
+        buffer = context.buffers.get("send", total, torch.bfloat16, vector.device)
+        buffer[: layer.numel].copy_(vector)
+        buffer[layer.numel :].zero_()
+        splits = (2 * shard,) * context.size
+        return Payload(Kind.SCATTER, buffer.view(torch.uint8), splits=splits)
+
+    def encode_absent(
+        self,
+        layer: Layer,
+        state: LayerState,
+        level: Level,
+        context: StepContext,
+        like: torch.Tensor,
+    ) -> Payload:
+        zeros = torch.zeros(layer.numel, dtype=layer.work_dtype, device=like.device)
+        return self.encode(layer, state, zeros, level, context)
+
+    def next_round(
+        self,
+        layer: Layer,
+        state: LayerState,
+        level: Level,
+        context: StepContext,
+        sent: Payload,
+        reduced: Reduced,
+    ) -> Payload:
+        shard = _shard(layer.numel, context.size)
+        pieces = _bf16(reduced, shard * context.size).view(context.size, shard)
+        mean = pieces.to(torch.float32).mean(dim=0).to(torch.bfloat16)
+        return Payload(Kind.GATHER, mean.view(torch.uint8))
+
+    def decode(
+        self,
+        layer: Layer,
+        level: Level,
+        context: StepContext,
+        sent: Payload,
+        reduced: Reduced,
+        out: torch.Tensor,
+    ) -> None:
+        total = _shard(layer.numel, context.size) * context.size
+        out.copy_(_bf16(reduced, total)[: layer.numel])
+
+
+def _shard(numel: int, size: int) -> int:
+    """Elements of each rank's shard; the last ranks' are filled up with zeros."""
+    return -(-numel // size)
+
+
+def _bf16(reduced: Reduced, numel: int) -> torch.Tensor:
+    """Received bytes as ``numel`` bf16 values."""
+    if reduced.buffer.numel() != 2 * numel:
+        raise WireError(f"{2 * numel} bytes of bf16 expected, got {reduced.buffer.numel()}")
+    return reduced.buffer.view(torch.bfloat16)

@@ -1,0 +1,104 @@
+"""Random-k: all ranks send the same randomly drawn positions, so only values travel.
+
+Source: Stich et al. 2018 (arXiv 1809.07599). The 2024 study (arXiv 2502.07634) found it very bad
+for language models; it is here as the baseline that any chooser of positions has to beat, and
+because its payload is summable: its cost does not grow with the number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+
+from .. import kernels
+from ..config import check_density
+from ..layers import Layer, LayerState
+from ..payload import Kind, Payload, Reduced, network_bytes
+from .base import Codec, Level, StepContext
+from .topk import kept
+
+
+class RandomKCodec(Codec):
+    """Values at positions drawn alike on all ranks from (seed, layer, step), carried by Horovod.
+
+    The level is the density in (0, 1].
+
+    Args:
+        rescale: multiply by d/k, which makes the result unbiased, for use without error feedback
+            (with feedback it would blow up: what is sent would be d/k times what is removed).
+    """
+
+    name = "randomk"
+
+    def __init__(self, rescale: bool = False) -> None:
+        self.rescale = rescale
+        self.takes_residual = not rescale
+
+    def context(self) -> dict[str, str]:
+        # NumPy does not promise that `choice` draws alike in every release.
+        return {"randomk rescale": str(self.rescale), "randomk numpy": np.__version__}
+
+    def check_level(self, level: Level) -> Level:
+        return check_density("density", level)
+
+    def wire_bytes(self, layer: Layer, level: Level, size: int) -> int:
+        assert level is not None
+        return kept(layer.numel, level) * layer.work_dtype.itemsize
+
+    def network_bytes(self, layer: Layer, level: Level, size: int) -> int:
+        return network_bytes(Kind.CARRIED, self.wire_bytes(layer, level, size), size)
+
+    def encode(
+        self,
+        layer: Layer,
+        state: LayerState,
+        vector: torch.Tensor,
+        level: Level,
+        context: StepContext,
+    ) -> Payload:
+        indices = self._positions(layer, level, context, vector.device)
+        values = vector[indices]
+        if self.rescale:
+            values *= layer.numel / indices.numel()
+        # The largest magnitude is NaN or inf exactly when an entry is, sent or not.
+        finite = torch.linalg.vector_norm(vector, float("inf")).isfinite()
+        return Payload(Kind.CARRIED, values, own=indices, finite=finite)
+
+    def encode_absent(
+        self,
+        layer: Layer,
+        state: LayerState,
+        level: Level,
+        context: StepContext,
+        like: torch.Tensor,
+    ) -> Payload:
+        indices = self._positions(layer, level, context, like.device)
+        values = torch.zeros(indices.numel(), dtype=layer.work_dtype, device=like.device)
+        return Payload(Kind.CARRIED, values, own=indices)
+
+    def decode(
+        self,
+        layer: Layer,
+        level: Level,
+        context: StepContext,
+        sent: Payload,
+        reduced: Reduced,
+        out: torch.Tensor,
+    ) -> None:
+        out.zero_()
+        out[sent.own] = reduced.buffer
+
+    def remove_own(self, layer: Layer, sent: Payload, vector: torch.Tensor) -> None:
+        vector[sent.own] = 0
+
+    def _positions(
+        self, layer: Layer, level: Level, context: StepContext, device: torch.device
+    ) -> torch.Tensor:
+        assert level is not None
+        words = hashlib.blake2b(
+            f"{context.seed}/{layer.name}/{context.step}".encode(), digest_size=16
+        ).digest()
+        key = (int.from_bytes(words[:8], "little"), int.from_bytes(words[8:], "little"))
+        return kernels.shared_indices(key, layer.numel, kept(layer.numel, level), device)

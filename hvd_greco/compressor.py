@@ -1,0 +1,364 @@
+"""The object that stock Horovod calls: ``compress`` in its hooks, ``decompress`` at the end."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from . import carrier
+from .assign import uniform_plan
+from .beacon import Beacon
+from .buffers import Buffers
+from .codecs.base import Codec, Level, StepContext
+from .codecs.dense import DenseCodec
+from .config import check_count
+from .errors import ConfigError
+from .exchange.base import Group
+from .identity import Directory
+from .layers import check_named_parameters
+from .memory import ErrorFeedback, Memory, NoMemory
+from .payload import Kind, Reduced
+from .rounds import Pending, Rounds
+from .telemetry import Ledger, StepReport
+
+#: Layers with fewer elements go dense by default: their payloads save less than they cost.
+MIN_NUMEL = 1024
+
+#: (group, rank) -> compressors made so far; ranks may be threads of one process.
+_counts: dict[tuple[str, int], int] = {}
+
+
+class Compressor:
+    """Compresses the gradients of one model for ``hvd.DistributedOptimizer(compression=...)``.
+
+    Usually made through :class:`~hvd_greco.TopK`, :class:`~hvd_greco.RandomK` or
+    :class:`~hvd_greco.Dense`; this class takes any codec. One compressor serves one model; several
+    optimizers may share it.
+
+    Args:
+        named_parameters: the model's ``named_parameters()``.
+        codec: method for the layers that are compressed.
+        level: its level, for all of them.
+        error_feedback: keep what was not sent and add it to the next gradient.
+        min_numel: layers with fewer elements go dense.
+        exclude: shell-style patterns of layer names that go dense (``("*.bias", "embed*")``).
+        process_set: what ``hvd.DistributedOptimizer`` gets as ``process_set``.
+        loss_scale: with AMP, a callable that returns the current loss scale (``scaler.get_scale``):
+            residuals are kept without it, so that they stay right when it changes.
+        seed: decides random choices; the same on all ranks.
+        name: prefix of our collectives; needed only if ranks make different numbers of compressors.
+        group: ranks to use in place of Horovod's (a ``LocalGroup`` member), for tests.
+
+    Attributes:
+        plan: the :class:`~hvd_greco.plan.Plan` in force.
+        last_report: :class:`~hvd_greco.telemetry.StepReport` of the last completed step.
+
+    Raises:
+        ConfigError: an argument cannot work.
+        NotInitializedError: ``hvd.init()`` was not called.
+        LaunchError: Horovod and MPI do not see the same ranks.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, torch.Tensor]],
+        codec: Codec,
+        level: Level = None,
+        *,
+        error_feedback: bool = True,
+        min_numel: int = MIN_NUMEL,
+        exclude: Sequence[str] = (),
+        process_set: Any = None,
+        loss_scale: Callable[[], float] | None = None,
+        seed: int = 0,
+        name: str | None = None,
+        group: Group | None = None,
+    ) -> None:
+        self._group = group or _horovod_group(type(self).__name__, process_set)
+        if loss_scale is not None and not callable(loss_scale):
+            raise ConfigError(
+                f"loss_scale: needs a callable such as scaler.get_scale, got {loss_scale!r}"
+            )
+        self._loss_scale = loss_scale
+        self._seed = check_count("seed", seed)
+        use_memory = error_feedback and codec.takes_residual
+        self._memory: Memory = ErrorFeedback() if use_memory else NoMemory()
+        self._dense = DenseCodec()
+        self._codecs: dict[str, Codec] = {self._dense.name: self._dense, codec.name: codec}
+        self._directory = Directory(check_named_parameters(named_parameters))
+        self.plan = uniform_plan(
+            [slot.layer for slot in self._directory.slots],
+            codec,
+            codec.check_level(level),
+            self._codecs[self._dense.name],
+            size=max(1, self._group.size),
+            min_numel=check_count("min_numel", min_numel),
+            exclude=exclude,
+            context={"memory": self._memory.name, "seed": str(self._seed)},
+        )
+        prefix = f"greco/{name or _next_name(self._group)}"
+        self._ledger = Ledger()
+        self._rounds = Rounds(self._group, prefix, self._ledger)
+        self._beacon = Beacon(self._group, prefix)
+        self._scratch = Buffers()
+        self._lock = threading.RLock()
+        self._step = 0
+        self._unscale = 1.0
+        #: Layers that took part in the present step, for its report.
+        self._seen: dict[str, tuple[str, Level, int]] = {}
+        #: A layer of this step is not plainly dense, so the step needs a beacon.
+        self._checked = False
+        self.last_report: StepReport | None = None
+
+    # -- what users may ask ------------------------------------------------------------------
+
+    def wire_bytes(self) -> int:
+        """Bytes this rank will hand to collectives in a step in which every layer takes part."""
+        total, checked = 0, False
+        for slot in self._directory.slots:
+            if slot.layer.name not in self._directory.trainable:
+                continue
+            assignment = self.plan[slot.layer]
+            codec = self._codecs[assignment.codec]
+            total += codec.wire_bytes(slot.layer, assignment.level, self._group.size)
+            if not isinstance(codec, DenseCodec):
+                total += carrier.LENGTH * slot.layer.work_dtype.itemsize
+                checked = True
+        return total + (Beacon.NBYTES if checked else 0)
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes held on top of the model: ``state`` (residuals), ``buffers`` (reused each step)."""
+        slots = self._directory.slots
+        return {
+            "state": sum(slot.state.nbytes() for slot in slots),
+            "buffers": self._scratch.nbytes() + sum(slot.buffers.nbytes() for slot in slots),
+        }
+
+    def residual(self, name: str) -> torch.Tensor | None:
+        """A copy of this rank's residual of a layer, in its shape; None before its first step."""
+        slot = next((s for s in self._directory.slots if s.layer.name == name), None)
+        if slot is None:
+            known = ", ".join(s.layer.name for s in self._directory.slots[:5])
+            raise ConfigError(f"name: there is no layer {name!r}; layers are {known}, ...")
+        held = slot.state.residual
+        return None if held is None else held.clone().view(slot.layer.shape)
+
+    def close(self) -> None:
+        """Take our hooks off the parameters; the compressor cannot be used afterwards."""
+        self._directory.close()
+
+    # -- what Horovod calls ------------------------------------------------------------------
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Start one layer's exchange; called by Horovod's hook, or at the start of synchronize().
+
+        Args:
+            tensor: a parameter's gradient.
+
+        Returns:
+            What Horovod's own allreduce shall carry, and the context for :meth:`decompress`.
+
+        A gradient that no backward pass has written since it was last compressed is one of three:
+        zeros that Horovod made up for a parameter without a gradient (this rank takes part and
+        contributes nothing; its residual stays), the gradient that we returned (synchronize() ran
+        twice in one step: nothing is exchanged again), or one the user wrote by hand (compressed
+        like any other).
+        """
+        with self._lock:
+            slot = self._directory.find(tensor)
+            layer = slot.layer
+            if layer.name in self._rounds.pending:
+                self._abandon()
+            if not self._seen:
+                self._open_step()
+            assignment = self.plan[layer]
+            codec = self._codecs[assignment.codec]
+            pending = Pending(slot, tensor, codec, assignment.level, self._unscale)
+            self._rounds.pending[layer.name] = pending
+            self._seen[layer.name] = (assignment.codec, assignment.level, layer.dense_bytes)
+            if isinstance(codec, DenseCodec):
+                return self._start_dense(pending, codec), pending
+            self._checked = True
+            carried = self._start(pending)
+            if len(self._seen) == len(self._directory.trainable):
+                self._launch_beacon()
+            self._rounds.advance()
+            return carried, pending
+
+    def decompress(self, tensor: torch.Tensor, context: Any) -> torch.Tensor:
+        """Finish one layer: the mean gradient, times whatever dense Horovod would have applied.
+
+        Args:
+            tensor: what came back of the tensor that :meth:`compress` returned.
+            context: what :meth:`compress` returned beside it; None for a sparse gradient that
+                Horovod reduced by itself.
+
+        Returns:
+            The gradient's own tensor, overwritten in place; it shares no memory with our state.
+        """
+        if context is None:
+            return tensor
+        with self._lock:
+            pending: Pending = context
+            pendings = self._rounds.pending
+            if self._checked:
+                self._launch_beacon()
+            if isinstance(pending.codec, DenseCodec):
+                result = self._finish_dense(pending, tensor)
+            else:
+                result = self._finish(pending, tensor)
+            pending.slot.mark_reduced(result)
+            pendings.pop(pending.slot.layer.name, None)
+            if not pendings:
+                self._close_step()
+            return result
+
+    # -- one step ----------------------------------------------------------------------------
+
+    def _open_step(self) -> None:
+        self._beacon.reset()
+        self._checked = False
+        if self._loss_scale is not None:
+            scale = float(self._loss_scale())
+            if not (math.isfinite(scale) and scale > 0):
+                raise ConfigError(f"loss_scale: returned {scale}, which is not a positive number")
+            self._unscale = 1.0 / scale
+
+    def _close_step(self) -> None:
+        self.last_report = self._ledger.close(self._step, self._seen, self._beacon.nonfinite)
+        self._step += 1
+        self._seen = {}
+        self._directory.forget()
+
+    def _abandon(self) -> None:
+        """Drop a step that was begun and never finished (``load_state_dict`` in mid-step does it).
+
+        Every rank does the same, so what was submitted completes, and its names can be used again.
+        """
+        self._rounds.abandon()
+        self._beacon.abandon()
+        self._close_step()
+
+    def _launch_beacon(self) -> None:
+        if self._beacon.launch(self.plan, self._step) and self._group.rank >= 0:
+            self._ledger.add(None, Kind.SUM, Beacon.NBYTES, self._group.size)
+
+    def _start_dense(self, pending: Pending, codec: DenseCodec) -> torch.Tensor:
+        gradient = pending.gradient
+        pending.slot.fresh = False
+        sent = gradient.to(codec.wire_dtype(gradient.dtype)).contiguous()
+        nbytes = sent.numel() * sent.element_size()
+        self._ledger.add(pending.slot.layer.name, Kind.CARRIED, nbytes, self._group.size)
+        return sent
+
+    def _finish_dense(self, pending: Pending, tensor: torch.Tensor) -> torch.Tensor:
+        # Stock Horovod reduced the gradient itself unless it had to be converted or laid out anew.
+        if tensor is not pending.gradient:
+            pending.gradient.copy_(tensor)
+        return pending.gradient
+
+    def _start(self, pending: Pending) -> torch.Tensor:
+        slot, codec, gradient = pending.slot, pending.codec, pending.gradient
+        layer, level = slot.layer, pending.level
+        pending.context = StepContext(
+            self._step, self._group.rank, self._group.size, self._seed, slot.buffers
+        )
+        repeated = None
+        if not slot.fresh:
+            if not bool(gradient.any()):
+                pending.fresh = False
+            elif slot.already_reduced(gradient):
+                pending.fresh = False
+                repeated = gradient.sum(dtype=layer.work_dtype)
+                pending.check = float(repeated)
+        slot.fresh = False
+        if pending.fresh:
+            vector = self._scratch.get(
+                f"vector/{gradient.device}", layer.numel, layer.work_dtype, gradient.device
+            )
+            flat = gradient.contiguous().view(-1)
+            self._memory.compensate(layer, slot.state, flat, pending.unscale, vector)
+            sent = codec.encode(layer, slot.state, vector, level, pending.context)
+            if sent.finite is None:
+                sent.finite = torch.linalg.vector_norm(vector, math.inf).isfinite()
+            self._beacon.note(sent.finite)
+        else:
+            sent = codec.encode_absent(layer, slot.state, level, pending.context, gradient)
+        pending.sent = sent
+        body = 0 if pending.private else sent.buffer.numel()
+        carried = slot.buffers.get(
+            "carrier", body + carrier.LENGTH, layer.work_dtype, gradient.device
+        )
+        if body:
+            carried[:body].copy_(sent.buffer)
+        carrier.fill(carried[body:], self._group, sent.finite, repeated)
+        nbytes = carried.numel() * carried.element_size()
+        self._ledger.add(layer.name, Kind.CARRIED, nbytes, self._group.size)
+        if pending.private:
+            self._rounds.submit(pending)
+        return carried
+
+    def _finish(self, pending: Pending, tensor: torch.Tensor) -> torch.Tensor:
+        slot, codec, gradient = pending.slot, pending.codec, pending.gradient
+        layer = slot.layer
+        body = tensor.numel() - carrier.LENGTH
+        # First of all: is everybody here? Only then may anything wait.
+        probe = carrier.read(
+            tensor[body:],
+            self._group,
+            layer.name,
+            pending.check,
+            # A mismatch of process sets shows at once; later, a missing rank may have joined.
+            needs_set=pending.private or self._step == 0,
+        )
+        accepted = self._beacon.wait(self.plan, self._step)
+        if pending.private:
+            reduced = self._rounds.finish(pending)
+        else:
+            reduced = Reduced(Kind.CARRIED, tensor[:body], self._group.size)
+        if probe.repeated:
+            return gradient
+        in_place = gradient.is_contiguous() and gradient.dtype == layer.work_dtype
+        if accepted and pending.fresh:
+            flat = gradient.contiguous().view(-1)
+            self._memory.commit(layer, slot.state, flat, pending.unscale, codec, pending.sent)
+            codec.commit(layer, slot.state, pending.sent)
+        # The residual has what it needs of the gradient; now the gradient's memory is free.
+        out = (
+            gradient.view(-1)
+            if in_place
+            else self._scratch.get(
+                f"out/{gradient.device}", layer.numel, layer.work_dtype, gradient.device
+            )
+        )
+        codec.decode(layer, pending.level, pending.context, pending.sent, reduced, out)
+        # A carried mean comes back with the factor applied; private ones are plain means.
+        factor = (probe.factor if pending.private else 1.0) / pending.unscale
+        if factor != 1.0:
+            out.mul_(factor)
+        if probe.nonfinite:
+            # The offending element may not have been sent; every scaler must see it all the same.
+            out[:1] = math.nan
+        if not in_place:
+            gradient.copy_(out.view(layer.shape))
+        return gradient
+
+
+def _horovod_group(what: str, process_set: Any) -> Group:
+    from .exchange.horovod import HorovodGroup, require_initialized
+    from .exchange.preflight import check_launch
+
+    require_initialized(f"greco.{what}")
+    check_launch()
+    return HorovodGroup(process_set)
+
+
+def _next_name(group: Group) -> str:
+    """Counts compressors within a process set: the ranks of a set make theirs in one order."""
+    key = (group.identity, group.global_rank)
+    _counts[key] = _counts.get(key, -1) + 1
+    return f"{group.identity}.{_counts[key]}"

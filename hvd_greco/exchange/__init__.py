@@ -1,0 +1,1 @@
+"""Exchanges: how payloads reach the other ranks. Only these modules communicate."""

@@ -1,0 +1,90 @@
+"""What travels: one buffer for each layer, rank and round, and what comes back of it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import WireError
+
+
+class Kind(enum.Enum):
+    """How the buffers of all ranks are combined."""
+
+    #: Rides the stock allreduce that Horovod runs for the parameter: comes back as the mean (or
+    #: the sum, as the user's ``op`` says), so decoding must be linear in it.
+    CARRIED = "carried"
+    #: A named allreduce of our own: comes back as the exact sum.
+    SUM = "sum"
+    #: A named allgather: comes back as all ranks' buffers, in rank order.
+    GATHER = "gather"
+    #: A named alltoall: rank r gets every rank's r-th piece, in rank order.
+    SCATTER = "scatter"
+
+
+@dataclass
+class Payload:
+    """One rank's contribution to one round.
+
+    Attributes:
+        kind: how it is combined.
+        buffer: what is sent: 1-D, contiguous, a dtype that the collective takes (see
+            design.md §1: no bf16 anywhere, no uint8 in an allreduce). May be empty for GATHER.
+        splits: for SCATTER, the number of elements for each rank.
+        own: what the codec needs to know of its own contribution later; never sent.
+        finite: 0-dim bool tensor: was the encoded vector free of inf and NaN? None: not known.
+    """
+
+    kind: Kind
+    buffer: torch.Tensor
+    splits: tuple[int, ...] | None = None
+    own: Any = None
+    finite: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes handed to the collective."""
+        return self.buffer.numel() * self.buffer.element_size()
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """What a round returned: the combined buffer and the number of ranks in it."""
+
+    kind: Kind
+    buffer: torch.Tensor
+    world_size: int
+
+    def parts(self, nbytes: int) -> list[torch.Tensor]:
+        """The gathered buffers, each ``nbytes`` long; ranks that sent nothing are left out.
+
+        Raises:
+            WireError: the total is not a multiple of ``nbytes``, or more than all ranks can send.
+        """
+        total = self.buffer.numel()
+        count, rest = divmod(total, nbytes) if nbytes else (0, total)
+        if rest or count > self.world_size:
+            raise WireError(
+                f"gathered {total} bytes from {self.world_size} ranks, each of which sends "
+                f"{nbytes} or nothing: ranks run different codecs, levels or versions"
+            )
+        return [self.buffer[i * nbytes : (i + 1) * nbytes] for i in range(count)]
+
+
+def network_bytes(kind: Kind, nbytes: int, world_size: int) -> int:
+    """Bytes that one rank must put on the link for one collective, by the best-known algorithm.
+
+    An allreduce moves 2(N-1)/N of its buffer (ring), an alltoall (N-1)/N, and an allgather N-1
+    times it: that growth is why a payload's size alone says too little for more than two ranks.
+    """
+    if world_size == 1:
+        return 0
+    others = world_size - 1
+    if kind is Kind.GATHER:
+        return nbytes * others
+    if kind is Kind.SCATTER:
+        return nbytes * others // world_size
+    return 2 * nbytes * others // world_size

@@ -1,0 +1,129 @@
+"""One step's unfinished layers, and the private collectives that they go through."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from .codecs.base import Codec, Level, StepContext
+from .exchange.base import Group
+from .identity import Slot
+from .payload import Kind, Payload, Reduced
+from .telemetry import Ledger
+
+#: Pause between looks at unfinished rounds; Horovod itself acts once a millisecond.
+_POLL_SECONDS = 1e-4
+
+
+class Pending:
+    """One layer between ``compress`` and ``decompress``; what Horovod keeps as the context."""
+
+    __slots__ = (
+        "check", "codec", "context", "fresh", "gradient", "level", "round", "sent", "slot",
+        "ticket", "unscale",
+    )  # fmt: skip
+
+    context: StepContext
+    sent: Payload
+
+    def __init__(
+        self, slot: Slot, gradient: torch.Tensor, codec: Codec, level: Level, unscale: float
+    ) -> None:
+        self.slot = slot
+        self.gradient = gradient
+        self.codec = codec
+        self.level = level
+        #: 1 / loss scale of this step.
+        self.unscale = unscale
+        #: This rank has a new gradient, and settles accounts when the step is accepted.
+        self.fresh = True
+        #: The gradient's sum, if it was reduced before.
+        self.check: float | None = None
+        self.round = 1
+        self.ticket: Any = None
+
+    @property
+    def owes_rounds(self) -> bool:
+        """Rounds after the present one are still to come."""
+        return self.round < self.codec.rounds
+
+    @property
+    def private(self) -> bool:
+        """The payload travels by our own collectives."""
+        return self.sent.kind is not Kind.CARRIED
+
+
+class Rounds:
+    """The private exchanges of one compressor: started in hooks, moved on whenever possible.
+
+    Args:
+        group: our ranks.
+        prefix: start of the names of our collectives.
+        ledger: where bytes are counted.
+    """
+
+    def __init__(self, group: Group, prefix: str, ledger: Ledger) -> None:
+        self._group = group
+        self._prefix = prefix
+        self._ledger = ledger
+        #: Layer name -> layer between compress and decompress, in the order of compress.
+        self.pending: dict[str, Pending] = {}
+        #: Those of them whose last round was not submitted yet.
+        self._owing: list[Pending] = []
+
+    def submit(self, pending: Pending) -> None:
+        """Start the collective of a private layer's present round."""
+        # A rank outside the process set submits nothing: its decompress will say what is wrong.
+        if self._group.rank < 0:
+            return
+        name = pending.slot.layer.name
+        pending.ticket = self._group.submit(f"{self._prefix}/{name}/{pending.round}", pending.sent)
+        self._ledger.add(name, pending.sent.kind, pending.sent.nbytes, self._group.size)
+        if pending.round == 1 and pending.owes_rounds:
+            self._owing.append(pending)
+
+    def advance(self) -> bool:
+        """Move on every multi-round exchange whose present round is done; never waits.
+
+        Returns whether this rank still owes a round to the others.
+        """
+        for pending in self._owing:
+            while pending.owes_rounds and self._group.poll(pending.ticket):
+                self._next_round(pending)
+        self._owing = [pending for pending in self._owing if pending.owes_rounds]
+        return bool(self._owing)
+
+    def finish(self, pending: Pending) -> Reduced:
+        """Wait for the last round of a private layer.
+
+        Ranks finish layers in different orders, so a rank that simply waited for one layer could
+        hold back the next round of the very layer that another rank waits for. While any round
+        is owed, every layer moves on.
+        """
+        while self.advance():
+            if not pending.owes_rounds and self._group.poll(pending.ticket):
+                break
+            time.sleep(_POLL_SECONDS)
+        return self._group.wait(pending.ticket)
+
+    def abandon(self) -> None:
+        """Bring what was started to its end, so that its names are free again, and forget it."""
+        for pending in self.pending.values():
+            if pending.ticket is not None:
+                self.finish(pending)
+        self.pending = {}
+
+    def _next_round(self, pending: Pending) -> None:
+        reduced = self._group.wait(pending.ticket)
+        pending.sent = pending.codec.next_round(
+            pending.slot.layer,
+            pending.slot.state,
+            pending.level,
+            pending.context,
+            pending.sent,
+            reduced,
+        )
+        pending.round += 1
+        self.submit(pending)

@@ -1,0 +1,90 @@
+"""What a step really sent, counted from the buffers handed to the collectives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .payload import Kind, network_bytes
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer in one step, on this rank.
+
+    Attributes:
+        name: the layer.
+        codec: its codec.
+        level: its level, or None.
+        sent_bytes: bytes handed to collectives, the carrier included.
+        dense_bytes: bytes of its uncompressed gradient.
+    """
+
+    name: str
+    codec: str
+    level: float | int | None
+    sent_bytes: int
+    dense_bytes: int
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step on this rank.
+
+    Attributes:
+        step: how many steps were completed before it.
+        layers: one report for each layer that took part.
+        beacon_bytes: bytes of the one collective a step that carries the checks of all layers.
+        network_bytes: bytes that this rank must put on the link for all of it, by the best-known
+            algorithm of each collective (``payload.network_bytes``).
+        nonfinite: some rank had inf or NaN in some layer, and no state was changed.
+    """
+
+    step: int
+    layers: tuple[LayerReport, ...]
+    beacon_bytes: int
+    network_bytes: int
+    nonfinite: bool
+
+    @property
+    def sent_bytes(self) -> int:
+        """All bytes handed to collectives in this step."""
+        return self.beacon_bytes + sum(layer.sent_bytes for layer in self.layers)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of all uncompressed gradients."""
+        return sum(layer.dense_bytes for layer in self.layers)
+
+    @property
+    def ratio(self) -> float:
+        """``dense_bytes / sent_bytes``."""
+        return self.dense_bytes / self.sent_bytes if self.sent_bytes else float("nan")
+
+
+class Ledger:
+    """Counts one step's bytes while they are sent."""
+
+    def __init__(self) -> None:
+        self._sent: dict[str, int] = {}
+        self._beacon = 0
+        self._network = 0
+
+    def add(self, layer: str | None, kind: Kind, nbytes: int, world_size: int) -> None:
+        """Count one collective; ``layer`` None means the beacon."""
+        if layer is None:
+            self._beacon += nbytes
+        else:
+            self._sent[layer] = self._sent.get(layer, 0) + nbytes
+        self._network += network_bytes(kind, nbytes, world_size)
+
+    def close(
+        self, step: int, facts: dict[str, tuple[str, float | int | None, int]], nonfinite: bool
+    ) -> StepReport:
+        """The report of the step; ``facts`` maps a layer to its codec, level and dense bytes."""
+        layers = tuple(
+            LayerReport(name, codec, level, self._sent.get(name, 0), dense)
+            for name, (codec, level, dense) in facts.items()
+        )
+        report = StepReport(step, layers, self._beacon, self._network, nonfinite)
+        self._sent, self._beacon, self._network = {}, 0, 0
+        return report
