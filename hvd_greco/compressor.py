@@ -112,13 +112,15 @@ class Compressor:
         self._seen: dict[str, tuple[str, Level, int]] = {}
         #: A layer of this step is not plainly dense, so the step needs a beacon.
         self._checked = False
+        #: Some layer keeps state, so an overflow in a dense layer has to be noticed as well.
+        self._watches_dense = False
         self.last_report: StepReport | None = None
 
     # -- what users may ask ------------------------------------------------------------------
 
     def wire_bytes(self) -> int:
         """Bytes this rank will hand to collectives in a step in which every layer takes part."""
-        total, checked = 0, False
+        total, checked, private = 0, False, False
         for slot in self._directory.slots:
             if slot.layer.name not in self._directory.trainable:
                 continue
@@ -128,7 +130,8 @@ class Compressor:
             if not isinstance(codec, DenseCodec):
                 total += carrier.LENGTH * slot.layer.work_dtype.itemsize
                 checked = True
-        return total + (Beacon.NBYTES if checked else 0)
+            private = private or codec.private
+        return total + (Beacon.NBYTES if checked else 0) + (Rounds.NBYTES if private else 0)
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes held on top of the model: ``state`` (residuals), ``buffers`` (reused each step)."""
@@ -181,10 +184,11 @@ class Compressor:
             self._rounds.pending[layer.name] = pending
             self._seen[layer.name] = (assignment.codec, assignment.level, layer.dense_bytes)
             if isinstance(codec, DenseCodec):
-                return self._start_dense(pending, codec), pending
-            self._checked = True
-            carried = self._start(pending)
-            if len(self._seen) == len(self._directory.trainable):
+                carried = self._start_dense(pending, codec)
+            else:
+                self._checked = True
+                carried = self._start(pending)
+            if self._checked and len(self._seen) == len(self._directory.trainable):
                 self._launch_beacon()
             self._rounds.advance()
             return carried, pending
@@ -221,7 +225,12 @@ class Compressor:
 
     def _open_step(self) -> None:
         self._beacon.reset()
+        self._rounds.reset()
         self._checked = False
+        self._watches_dense = any(
+            not isinstance(self._codecs[assignment.codec], DenseCodec)
+            for assignment in self.plan.assignments.values()
+        )
         if self._loss_scale is not None:
             scale = float(self._loss_scale())
             if not (math.isfinite(scale) and scale > 0):
@@ -230,7 +239,9 @@ class Compressor:
 
     def _close_step(self) -> None:
         self.last_report = self._ledger.close(self._step, self._seen, self._beacon.nonfinite)
-        self._step += 1
+        # While a rank has joined, the others do not count: afterwards all are at one step again.
+        if self._beacon.complete:
+            self._step += 1
         self._seen = {}
         self._directory.forget()
 
@@ -250,6 +261,9 @@ class Compressor:
     def _start_dense(self, pending: Pending, codec: DenseCodec) -> torch.Tensor:
         gradient = pending.gradient
         pending.slot.fresh = False
+        if self._watches_dense and gradient.numel():
+            # The step is skipped if this layer overflows, so no layer's residual may change.
+            self._beacon.note(torch.linalg.vector_norm(gradient, math.inf).isfinite())
         sent = gradient.to(codec.wire_dtype(gradient.dtype)).contiguous()
         nbytes = sent.numel() * sent.element_size()
         self._ledger.add(pending.slot.layer.name, Kind.CARRIED, nbytes, self._group.size)
@@ -273,7 +287,9 @@ class Compressor:
                 pending.fresh = False
             elif slot.already_reduced(gradient):
                 pending.fresh = False
-                repeated = gradient.sum(dtype=layer.work_dtype)
+                # In fp64: ranks with other thread counts add up in other orders, and what cancels
+                # in fp32 leaves a sum that is all rounding.
+                repeated = gradient.sum(dtype=torch.float64)
                 pending.check = float(repeated)
         slot.fresh = False
         if pending.fresh:
@@ -307,6 +323,7 @@ class Compressor:
         layer = slot.layer
         body = tensor.numel() - carrier.LENGTH
         # First of all: is everybody here? Only then may anything wait.
+        self._rounds.check_present(wait=False)
         probe = carrier.read(
             tensor[body:],
             self._group,

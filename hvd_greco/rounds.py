@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from . import carrier
 from .codecs.base import Codec, Level, StepContext
 from .exchange.base import Group
 from .identity import Slot
@@ -58,11 +59,20 @@ class Pending:
 class Rounds:
     """The private exchanges of one compressor: started in hooks, moved on whenever possible.
 
+    A step's first private payload is preceded by a roll call, one small allreduce, and all of
+    them are held back until it is answered. A rank that called ``hvd.join()`` must never meet an
+    allgather or alltoall of ours: Horovod 0.28.1 refuses the first of a name as it should, but
+    crashes its background thread on one that its response cache knows, and the others then hang
+    in MPI where no stall limit reaches them. The answer comes during the backward pass.
+
     Args:
         group: our ranks.
         prefix: start of the names of our collectives.
         ledger: where bytes are counted.
     """
+
+    #: Bytes of the roll call.
+    NBYTES = 4
 
     def __init__(self, group: Group, prefix: str, ledger: Ledger) -> None:
         self._group = group
@@ -72,12 +82,45 @@ class Rounds:
         self.pending: dict[str, Pending] = {}
         #: Those of them whose last round was not submitted yet.
         self._owing: list[Pending] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a step."""
+        #: Layers whose first round waits for the roll call.
+        self._held: list[Pending] = []
+        self._roll_call: Any = None
+        #: How many ranks answered it; None: not known yet.
+        self._present: int | None = None
 
     def submit(self, pending: Pending) -> None:
-        """Start the collective of a private layer's present round."""
+        """Start a private layer's first round as soon as all ranks are known to take part."""
         # A rank outside the process set submits nothing: its decompress will say what is wrong.
         if self._group.rank < 0:
             return
+        if self._roll_call is None:
+            ones = Payload(Kind.SUM, torch.ones(1))
+            self._roll_call = self._group.submit(f"{self._prefix}/present", ones)
+            self._ledger.add(None, Kind.SUM, self.NBYTES, self._group.size)
+        self._held.append(pending)
+
+    def check_present(self, wait: bool) -> None:
+        """Raise if the roll call is answered (or after waiting for that) and a rank is missing.
+
+        Raises:
+            UnsupportedError: a rank called ``hvd.join()``.
+        """
+        if self._called(wait) and self._present != self._group.size:
+            raise carrier.joined(self._group.size - (self._present or 0), self._group.size)
+
+    def _called(self, wait: bool) -> bool:
+        """Whether the roll call is answered."""
+        if self._present is None and self._roll_call is not None:
+            if not (wait or self._group.poll(self._roll_call)):
+                return False
+            self._present = round(self._group.wait(self._roll_call).buffer.item())
+        return self._present is not None
+
+    def _send(self, pending: Pending) -> None:
         name = pending.slot.layer.name
         pending.ticket = self._group.submit(f"{self._prefix}/{name}/{pending.round}", pending.sent)
         self._ledger.add(name, pending.sent.kind, pending.sent.nbytes, self._group.size)
@@ -89,6 +132,10 @@ class Rounds:
 
         Returns whether this rank still owes a round to the others.
         """
+        if self._held and self._called(wait=False) and self._present == self._group.size:
+            held, self._held = self._held, []
+            for pending in held:
+                self._send(pending)
         for pending in self._owing:
             while pending.owes_rounds and self._group.poll(pending.ticket):
                 self._next_round(pending)
@@ -102,6 +149,7 @@ class Rounds:
         hold back the next round of the very layer that another rank waits for. While any round
         is owed, every layer moves on.
         """
+        self.check_present(wait=True)
         while self.advance():
             if not pending.owes_rounds and self._group.poll(pending.ticket):
                 break
@@ -111,7 +159,7 @@ class Rounds:
     def abandon(self) -> None:
         """Bring what was started to its end, so that its names are free again, and forget it."""
         for pending in self.pending.values():
-            if pending.ticket is not None:
+            if pending.ticket is not None or pending in self._held:
                 self.finish(pending)
         self.pending = {}
 
@@ -126,4 +174,4 @@ class Rounds:
             reduced,
         )
         pending.round += 1
-        self.submit(pending)
+        self._send(pending)

@@ -52,6 +52,8 @@ class Codec(ABC):
     name: str
     #: Number of communication rounds.
     rounds: ClassVar[int] = 1
+    #: Payloads travel by collectives of our own; False: their kind is ``Kind.CARRIED``.
+    private: ClassVar[bool] = True
     #: Whether dropped parts may be fed back (a residual needs ``remove_own``).
     takes_residual: bool = True
 

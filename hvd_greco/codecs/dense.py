@@ -25,6 +25,7 @@ class DenseCodec(Codec):
             become zero.
     """
 
+    private = False
     takes_residual = False
 
     def __init__(self, wire: str = "native") -> None:

@@ -31,6 +31,7 @@ class RandomKCodec(Codec):
     """
 
     name = "randomk"
+    private = False
 
     def __init__(self, rescale: bool = False) -> None:
         self.rescale = rescale
