@@ -6,20 +6,21 @@ import sys
 import threading
 from typing import Any
 
-import horovod.torch as hvd
-
 _keyval: int | None = None
 
 
-def shut_down_before_finalize() -> None:
+def shut_down_before_finalize(horovod: Any) -> None:
     """Stop Horovod first when the script calls ``MPI.Finalize()`` by itself.
 
     Horovod's background thread calls MPI about once a millisecond; without this, a job that
     finalises MPI aborts at its very end, after all its work. MPI deletes the attributes of
     COMM_SELF before anything else in MPI_Finalize, which is the standard's place for such things.
+
+    Args:
+        horovod: the module ``horovod.torch``.
     """
     global _keyval
-    if _keyval is not None or not hvd.mpi_built() or "mpi4py.MPI" not in sys.modules:
+    if _keyval is not None or not horovod.mpi_built() or "mpi4py.MPI" not in sys.modules:
         return
     from mpi4py import MPI
 
@@ -27,8 +28,8 @@ def shut_down_before_finalize() -> None:
 
     def stop(comm: Any, keyval: int, value: Any) -> None:
         # Where Horovod started MPI, hvd.shutdown() comes here on Horovod's own thread.
-        if threading.get_ident() == thread and hvd.is_initialized():
-            hvd.shutdown()
+        if threading.get_ident() == thread and horovod.is_initialized():
+            horovod.shutdown()
 
     _keyval = MPI.Comm.Create_keyval(delete_fn=stop)
     MPI.COMM_SELF.Set_attr(_keyval, True)

@@ -54,4 +54,4 @@ def check_launch() -> None:
             "needs. Something called MPI_Init before hvd.init(): import mpi4py after hvd.init(), "
             'or leave mpi4py.rc.thread_level at its default ("multiple")'
         )
-    shut_down_before_finalize()
+    shut_down_before_finalize(hvd)

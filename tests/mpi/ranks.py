@@ -37,7 +37,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {
         "PYTHONPATH": path,
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "5",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "10",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "15",
         # Each check has parameter names of its own.
         "HOROVOD_CACHE_CAPACITY": "8192",
         **(extra or {}),

@@ -15,6 +15,12 @@ from ranks import LIMIT, Run, environment, script, start
 
 pytestmark = pytest.mark.mpi
 
+#: Horovod's stall limits where a stall is what the test is about.
+STALL = {
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "2",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "5",
+}
+
 
 def _ends(run: Run, *, ok: bool) -> None:
     assert run.code is not None, f"hung: killed after {run.seconds:.0f} s\n{run.output[-4000:]}"
@@ -41,7 +47,7 @@ def test_process_set_given_to_one_of_the_two(which: str) -> None:
 
 def test_a_rank_that_never_steps_fails_by_the_stall_limit() -> None:
     """Horovod's stall limit ends it, long before the other rank's sleep is over."""
-    run = script("one_rank_never_steps")
+    run = script("one_rank_never_steps", env=STALL)
     _ends(run, ok=False)
     errors = run.told("error")
     assert {record["rank"] for record in errors} == {0}
@@ -51,7 +57,7 @@ def test_a_rank_that_never_steps_fails_by_the_stall_limit() -> None:
 
 def test_a_round_that_never_comes_fails_by_the_stall_limit() -> None:
     """The error names the collective that was waited for."""
-    run = script("one_rank_holds_back_a_round")
+    run = script("one_rank_holds_back_a_round", env=STALL)
     _ends(run, ok=False)
     errors = run.told("error")
     assert {record["rank"] for record in errors} == {0}

@@ -16,7 +16,7 @@ from typing import Any
 
 #: Seconds that a rank waits for the others to tell what they have to before it dies: mpirun kills
 #: all when one has died.
-LAST_WORDS = 6.0
+LAST_WORDS = 4.0
 
 SCRIPTS: dict[str, Callable[[], None]] = {}
 
