@@ -39,7 +39,7 @@ from .errors import (
 if TYPE_CHECKING:
     from .codecs.base import Codec
     from .compressor import Compressor
-    from .constructors import Dense, RandomK, TopK
+    from .constructors import Dense
     from .exchange.local import LocalGroup
     from .layers import Layer, LayerState
     from .payload import Payload
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 _LAZY = {
     "Compressor": "compressor",
     "Dense": "constructors",
-    "RandomK": "constructors",
-    "TopK": "constructors",
     "Codec": "codecs.base",
     "LocalGroup": "exchange.local",
     "Layer": "layers",
@@ -91,9 +89,16 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     module = _LAZY.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    if module is not None:
+        value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    else:
+        # Constructors of codecs (TopK, RandomK, ...) are made from the registry.
+        value = None
+        if name[:1].isupper():
+            constructors = importlib.import_module(f"{__name__}.constructors")
+            value = constructors.by_public_name(name)
+        if value is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     return value
 

@@ -22,6 +22,7 @@ def uniform_plan(
     min_numel: int,
     exclude: Sequence[str],
     context: Mapping[str, str],
+    epoch: int = 0,
 ) -> Plan:
     """Assign ``codec`` at ``level`` to every layer that takes part, and ``dense`` to the others.
 
@@ -47,4 +48,4 @@ def uniform_plan(
         assignments[layer.name] = chosen
         shape = "x".join(map(str, layer.shape))
         facts[f"shape of {layer.name}"] = f"{shape} {layer.dtype}"
-    return Plan(assignments, context=facts)
+    return Plan(assignments, epoch, facts)

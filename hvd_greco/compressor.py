@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import carrier
+from . import carrier, registry
 from .assign import uniform_plan
 from .beacon import Beacon
 from .buffers import Buffers
@@ -20,8 +20,9 @@ from .errors import ConfigError
 from .exchange.base import Group
 from .identity import Directory
 from .layers import check_named_parameters
-from .memory import ErrorFeedback, Memory, NoMemory
+from .memories.base import Memory, Own
 from .payload import Kind, Reduced
+from .plan import Plan
 from .rounds import Pending, Rounds
 from .telemetry import Ledger, StepReport
 
@@ -43,7 +44,10 @@ class Compressor:
         named_parameters: the model's ``named_parameters()``.
         codec: method for the layers that are compressed.
         level: its level, for all of them.
-        error_feedback: keep what was not sent and add it to the next gradient.
+        memory: what happens to what was not sent: ``"ef"`` (error feedback: added to the next
+            gradient), ``"none"``, ``"ef21"``, ``"ef21-sgdm"``, or a ``Memory`` with options of its
+            own. None: what the codec is meant to be used with.
+        schedule: level as a function of the step (warm-ups); the same on all ranks.
         min_numel: layers with fewer elements go dense.
         exclude: shell-style patterns of layer names that go dense (``("*.bias", "embed*")``).
         process_set: what ``hvd.DistributedOptimizer`` gets as ``process_set``.
@@ -69,7 +73,8 @@ class Compressor:
         codec: Codec,
         level: Level = None,
         *,
-        error_feedback: bool = True,
+        memory: str | Memory | None = None,
+        schedule: Callable[[int], Level] | None = None,
         min_numel: int = MIN_NUMEL,
         exclude: Sequence[str] = (),
         process_set: Any = None,
@@ -85,24 +90,20 @@ class Compressor:
             )
         self._loss_scale = loss_scale
         self._seed = check_count("seed", seed)
-        use_memory = error_feedback and codec.takes_residual
-        self._memory: Memory = ErrorFeedback() if use_memory else NoMemory()
-        self._dense = DenseCodec()
-        self._codecs: dict[str, Codec] = {self._dense.name: self._dense, codec.name: codec}
+        self._codec = codec
+        self._memory = _memory(memory, codec)
+        codec.adapt_to(self._memory.name)
+        dense = DenseCodec()
+        self._codecs: dict[str, Codec] = {dense.name: dense, codec.name: codec}
         self._directory = Directory(check_named_parameters(named_parameters))
-        self.plan = uniform_plan(
-            [slot.layer for slot in self._directory.slots],
-            codec,
-            codec.check_level(level),
-            self._codecs[self._dense.name],
-            size=max(1, self._group.size),
-            min_numel=check_count("min_numel", min_numel),
-            exclude=exclude,
-            context={"memory": self._memory.name, "seed": str(self._seed)},
-        )
+        self._schedule = schedule
+        self._min_numel = check_count("min_numel", min_numel)
+        self._exclude = exclude
+        self._level = codec.check_level(schedule(0) if schedule else level)
+        self.plan = self._uniform_plan(epoch=0)
         prefix = f"greco/{name or _next_name(self._group)}"
         self._ledger = Ledger()
-        self._rounds = Rounds(self._group, prefix, self._ledger)
+        self._rounds = Rounds(self._group, prefix, self._ledger, self._vector)
         self._beacon = Beacon(self._group, prefix)
         self._scratch = Buffers()
         self._lock = threading.RLock()
@@ -219,7 +220,27 @@ class Compressor:
 
     # -- one step ----------------------------------------------------------------------------
 
+    def _uniform_plan(self, epoch: int) -> Plan:
+        if not isinstance(self._codec, DenseCodec):
+            self._memory.check(self._codec, self._level)
+        return uniform_plan(
+            [slot.layer for slot in self._directory.slots],
+            self._codec,
+            self._level,
+            self._codecs["dense"],
+            size=max(1, self._group.size),
+            min_numel=self._min_numel,
+            exclude=self._exclude,
+            context={"memory": self._memory.describe(), "seed": str(self._seed)},
+            epoch=epoch,
+        )
+
     def _open_step(self) -> None:
+        if self._schedule is not None:
+            level = self._codec.check_level(self._schedule(self._step))
+            if level != self._level:
+                self._level = level
+                self.plan = self._uniform_plan(self.plan.epoch + 1)
         self._beacon.reset()
         self._checked = False
         if self._loss_scale is not None:
@@ -270,18 +291,14 @@ class Compressor:
         repeated = None
         if not slot.fresh:
             if not bool(gradient.any()):
-                pending.fresh = False
+                pending.fresh = self._memory.absent_is_zero
             elif slot.already_reduced(gradient):
                 pending.fresh = False
                 repeated = gradient.sum(dtype=layer.work_dtype)
                 pending.check = float(repeated)
         slot.fresh = False
         if pending.fresh:
-            vector = self._scratch.get(
-                f"vector/{gradient.device}", layer.numel, layer.work_dtype, gradient.device
-            )
-            flat = gradient.contiguous().view(-1)
-            self._memory.compensate(layer, slot.state, flat, pending.unscale, vector)
+            vector = self._vector(pending)
             sent = codec.encode(layer, slot.state, vector, level, pending.context)
             if sent.finite is None:
                 sent.finite = torch.linalg.vector_norm(vector, math.inf).isfinite()
@@ -301,6 +318,19 @@ class Compressor:
         if pending.private:
             self._rounds.submit(pending)
         return carried
+
+    def _vector(self, pending: Pending) -> torch.Tensor:
+        """The vector to encode, formed anew in memory that all layers share."""
+        layer, gradient = pending.slot.layer, pending.gradient
+        vector = self._scratch.get(
+            f"vector/{gradient.device}", layer.numel, layer.work_dtype, gradient.device
+        )
+        if pending.fresh:
+            flat = gradient.contiguous().view(-1)
+            self._memory.compensate(layer, pending.slot.state, flat, pending.unscale, vector)
+        else:
+            vector.zero_()
+        return vector
 
     def _finish(self, pending: Pending, tensor: torch.Tensor) -> torch.Tensor:
         slot, codec, gradient = pending.slot, pending.codec, pending.gradient
@@ -323,10 +353,13 @@ class Compressor:
         if probe.repeated:
             return gradient
         in_place = gradient.is_contiguous() and gradient.dtype == layer.work_dtype
-        if accepted and pending.fresh:
-            flat = gradient.contiguous().view(-1)
-            self._memory.commit(layer, slot.state, flat, pending.unscale, codec, pending.sent)
-            codec.commit(layer, slot.state, pending.sent)
+        level, context, sent = pending.level, pending.context, pending.sent
+        if accepted:
+            if pending.fresh:
+                flat = gradient.contiguous().view(-1)
+                own = Own(codec, layer, level, context, sent)
+                self._memory.commit(layer, slot.state, flat, pending.unscale, own)
+            codec.commit(layer, slot.state, level, context, sent, reduced)
         # The residual has what it needs of the gradient; now the gradient's memory is free.
         out = (
             gradient.view(-1)
@@ -335,9 +368,13 @@ class Compressor:
                 f"out/{gradient.device}", layer.numel, layer.work_dtype, gradient.device
             )
         )
-        codec.decode(layer, pending.level, pending.context, pending.sent, reduced, out)
-        # A carried mean comes back with the factor applied; private ones are plain means.
-        factor = (probe.factor if pending.private else 1.0) / pending.unscale
+        codec.decode(layer, level, context, sent, reduced, out)
+        if not pending.private and probe.factor != 1.0:
+            # Horovod applied its factor on the way; a memory's accounts are in plain means.
+            out.div_(probe.factor)
+        if accepted:
+            self._memory.deliver(layer, slot.state, out)
+        factor = probe.factor / pending.unscale
         if factor != 1.0:
             out.mul_(factor)
         if probe.nonfinite:
@@ -346,6 +383,21 @@ class Compressor:
         if not in_place:
             gradient.copy_(out.view(layer.shape))
         return gradient
+
+
+def _memory(memory: str | Memory | None, codec: Codec) -> Memory:
+    """The memory that was asked for, or the one that the codec's registration names."""
+    if isinstance(memory, Memory):
+        return memory
+    if memory is None:
+        entry = next((e for e in registry.codecs().values() if isinstance(codec, e.factory)), None)
+        memory = entry.memory if entry else "ef"
+    if not isinstance(memory, str):
+        raise ConfigError(
+            f"memory: needs one of {', '.join(registry.memories())}, or a Memory, got {memory!r}"
+        )
+    made: Memory = registry.find_memory(memory).make()
+    return made
 
 
 def _horovod_group(what: str, process_set: Any) -> Group:

@@ -23,6 +23,19 @@ class Kind(enum.Enum):
     GATHER = "gather"
     #: A named alltoall: rank r gets every rank's r-th piece, in rank order.
     SCATTER = "scatter"
+    #: Nothing is sent in this round by any rank of this rank's part of the group.
+    NOTHING = "nothing"
+
+
+class Scope(enum.Enum):
+    """Which ranks a round goes over."""
+
+    #: The whole process set.
+    ALL = "all"
+    #: The ranks on this host.
+    LOCAL = "local"
+    #: The ranks with this rank's place on each host.
+    CROSS = "cross"
 
 
 @dataclass
@@ -35,6 +48,7 @@ class Payload:
             design.md §1: no bf16 anywhere, no uint8 in an allreduce). May be empty for GATHER.
         splits: for SCATTER, the number of elements for each rank.
         own: what the codec needs to know of its own contribution later; never sent.
+        scope: which ranks take part (hierarchical exchanges; else all).
         finite: 0-dim bool tensor: was the encoded vector free of inf and NaN? None: not known.
     """
 
@@ -43,6 +57,7 @@ class Payload:
     splits: tuple[int, ...] | None = None
     own: Any = None
     finite: torch.Tensor | None = None
+    scope: Scope = Scope.ALL
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +95,7 @@ def network_bytes(kind: Kind, nbytes: int, world_size: int) -> int:
     An allreduce moves 2(N-1)/N of its buffer (ring), an alltoall (N-1)/N, and an allgather N-1
     times it: that growth is why a payload's size alone says too little for more than two ranks.
     """
-    if world_size == 1:
+    if world_size == 1 or kind is Kind.NOTHING:
         return 0
     others = world_size - 1
     if kind is Kind.GATHER:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from .codecs.base import Codec, Level, StepContext
+from .codecs.base import Codec, Level, StepContext, Turn
 from .exchange.base import Group
 from .identity import Slot
 from .payload import Kind, Payload, Reduced
@@ -62,10 +64,18 @@ class Rounds:
         group: our ranks.
         prefix: start of the names of our collectives.
         ledger: where bytes are counted.
+        vector: forms a layer's vector again, for codecs that need it in a later round.
     """
 
-    def __init__(self, group: Group, prefix: str, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        group: Group,
+        prefix: str,
+        ledger: Ledger,
+        vector: Callable[[Pending], torch.Tensor],
+    ) -> None:
         self._group = group
+        self._vector = vector
         self._prefix = prefix
         self._ledger = ledger
         #: Layer name -> layer between compress and decompress, in the order of compress.
@@ -89,10 +99,13 @@ class Rounds:
 
         Returns whether this rank still owes a round to the others.
         """
-        for pending in self._owing:
-            while pending.owes_rounds and self._group.poll(pending.ticket):
-                self._next_round(pending)
-        self._owing = [pending for pending in self._owing if pending.owes_rounds]
+        while ready := [p for p in self._owing if self._group.poll(p.ticket)]:
+            by_codec: dict[int, list[Pending]] = {}
+            for pending in ready:
+                by_codec.setdefault(id(pending.codec), []).append(pending)
+            for batch in by_codec.values():
+                self._next_rounds(batch)
+            self._owing = [pending for pending in self._owing if pending.owes_rounds]
         return bool(self._owing)
 
     def finish(self, pending: Pending) -> Reduced:
@@ -115,15 +128,20 @@ class Rounds:
                 self.finish(pending)
         self.pending = {}
 
-    def _next_round(self, pending: Pending) -> None:
-        reduced = self._group.wait(pending.ticket)
-        pending.sent = pending.codec.next_round(
-            pending.slot.layer,
-            pending.slot.state,
-            pending.level,
-            pending.context,
-            pending.sent,
-            reduced,
-        )
-        pending.round += 1
-        self.submit(pending)
+    def _next_rounds(self, batch: list[Pending]) -> None:
+        turns = [
+            Turn(
+                pending.slot.layer,
+                pending.slot.state,
+                pending.level,
+                pending.context,
+                pending.sent,
+                self._group.wait(pending.ticket),
+                partial(self._vector, pending),
+            )
+            for pending in batch
+        ]
+        for pending, sent in zip(batch, batch[0].codec.next_rounds(turns), strict=True):
+            pending.sent = sent
+            pending.round += 1
+            self.submit(pending)

@@ -12,6 +12,7 @@ from .. import kernels
 from ..config import check_density
 from ..layers import Layer, LayerState
 from ..payload import Kind, Payload, Reduced, network_bytes
+from ..registry import register_codec
 from .base import Codec, Level, StepContext
 from .sparse_wire import SparseLayout, sparse_layout
 
@@ -21,6 +22,14 @@ def kept(numel: int, density: float) -> int:
     return min(numel, max(1, round(density * numel)))
 
 
+@register_codec(
+    "topk",
+    public="TopK",
+    level="density",
+    default=0.01,
+    memory="ef",
+    description="largest entries of each rank, error feedback",
+)
 class TopKCodec(Codec):
     """Largest-magnitude entries of every rank, gathered and averaged.
 
@@ -37,6 +46,12 @@ class TopKCodec(Codec):
 
     def check_level(self, level: Level) -> Level:
         return check_density("density", level)
+
+    def menu(self, layer: Layer) -> tuple[Level, ...]:
+        return (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25)
+
+    def unbiased(self, level: Level) -> bool:
+        return level == 1.0
 
     def _layout(self, layer: Layer, level: Level) -> SparseLayout:
         assert level is not None
@@ -63,7 +78,7 @@ class TopKCodec(Codec):
         layout.pack(values, indices, buffer)
         # A non-finite entry is larger than all finite ones, so it is among the values.
         finite = values.isfinite().all()
-        return Payload(Kind.GATHER, buffer, own=indices, finite=finite)
+        return Payload(Kind.GATHER, buffer, own=(indices, values), finite=finite)
 
     def encode_absent(
         self,
@@ -97,5 +112,19 @@ class TopKCodec(Codec):
                 out[indices] += values
         out.div_(reduced.world_size)
 
-    def remove_own(self, layer: Layer, sent: Payload, vector: torch.Tensor) -> None:
-        vector[sent.own] = 0
+    def add_own(
+        self,
+        layer: Layer,
+        level: Level,
+        context: StepContext,
+        sent: Payload,
+        vector: torch.Tensor,
+        alpha: float,
+    ) -> None:
+        if sent.own is not None:
+            indices, values = sent.own
+            vector[indices] += alpha * values
+
+    def clear_own(self, sent: Payload, vector: torch.Tensor) -> None:
+        if sent.own is not None:
+            vector[sent.own[0]] = 0

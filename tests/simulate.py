@@ -1,0 +1,96 @@
+"""Runs compressors on simulated ranks: the whole path that stock Horovod would drive."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvd_greco.compressor import Compressor
+from hvd_greco.exchange.local import LocalGroup, LocalMember
+
+Build = Callable[[list[tuple[str, torch.Tensor]], LocalMember], Compressor]
+#: Gradients[step][rank][layer]; None: this rank has no gradient for the layer in this step.
+Gradients = Sequence[Sequence[dict[str, torch.Tensor | None]]]
+
+
+@dataclass
+class Outcome:
+    """What one rank saw: results[step][layer], residuals[step][layer], and its compressor."""
+
+    results: list[dict[str, torch.Tensor]]
+    residuals: list[dict[str, torch.Tensor | None]]
+    compressor: Compressor
+    reports: list[Any]
+
+
+def run(
+    gradients: Gradients,
+    build: Build,
+    *,
+    average: bool = True,
+    shuffle: bool = False,
+    stall: float = 20.0,
+) -> list[Outcome]:
+    """Reduce ``gradients`` on simulated ranks, one outcome for each.
+
+    Gradients are written through a backward pass, so that the compressor's hooks run as they do
+    in training. With ``shuffle``, every rank submits its layers in another order in every step.
+    """
+    size = len(gradients[0])
+
+    def rank_program(member: LocalMember) -> Outcome:
+        shapes = {
+            name: next(
+                ranks[r][name]
+                for ranks in gradients
+                for r in range(size)
+                if ranks[r][name] is not None
+            )
+            for name in gradients[0][0]
+        }
+        parameters = {
+            name: torch.nn.Parameter(torch.zeros_like(like)) for name, like in shapes.items()
+        }
+        compressor = build(list(parameters.items()), member)
+        outcome = Outcome([], [], compressor, [])
+        order = list(parameters)
+        for step, ranks in enumerate(gradients):
+            for name, parameter in parameters.items():
+                parameter.grad = None
+                wanted = ranks[member.rank][name]
+                if wanted is not None:
+                    # d/dp sum(p * g) = g, bitwise: one product with 1.
+                    (parameter * wanted).sum().backward()
+            if shuffle:
+                random.Random(f"{step}/{member.rank}").shuffle(order)
+            member.reduce_gradients(
+                [(name, parameters[name]) for name in order], compressor, average
+            )
+            outcome.results.append({n: p.grad.clone() for n, p in parameters.items()})
+            outcome.residuals.append({n: compressor.residual(n) for n in parameters})
+            outcome.reports.append(compressor.last_report)
+        return outcome
+
+    return LocalGroup(size, stall).run(rank_program)
+
+
+def gaussian(
+    shapes: dict[str, tuple[int, ...]],
+    size: int,
+    steps: int,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> list[list[dict[str, torch.Tensor | None]]]:
+    """Independent normal gradients for every step, rank and layer."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        [
+            {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()}
+            for _ in range(size)
+        ]
+        for _ in range(steps)
+    ]

@@ -1,0 +1,372 @@
+"""Every codec through the whole path on simulated ranks: one table, one suite."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from simulate import gaussian, run
+
+from hvd_greco.buffers import Buffers
+from hvd_greco.codecs.base import Codec, StepContext
+from hvd_greco.codecs.dense import BF16Codec, DenseCodec
+from hvd_greco.codecs.randomk import RandomKCodec
+from hvd_greco.codecs.topk import TopKCodec
+from hvd_greco.compressor import Compressor
+from hvd_greco.errors import ConfigError
+from hvd_greco.exchange.local import LocalMember, combine
+from hvd_greco.layers import Layer, LayerState
+from hvd_greco.payload import Kind, Payload, Reduced
+from hvd_greco.plan import Assignment, Plan
+
+
+@dataclass(frozen=True)
+class Row:
+    """A codec at a level, and what may be expected of it.
+
+    ``rounding``: how far the mean may be from dense, relative to the largest entry that went in;
+    None for codecs that drop something.
+    """
+
+    make: Any
+    level: float | None
+    rounding: float | None
+    memory: str = "none"
+
+    @property
+    def feedback(self) -> bool:
+        return self.memory == "ef"
+
+
+ROWS = {
+    "dense": Row(DenseCodec, None, 1e-6),
+    "fp16": Row(lambda: DenseCodec("fp16"), None, 2e-3),
+    "bf16": Row(BF16Codec, None, 1e-2),
+    "topk-all": Row(TopKCodec, 1.0, 1e-6, "ef"),
+    "topk-half": Row(TopKCodec, 0.5, None, "ef"),
+    "topk-1%": Row(TopKCodec, 0.01, None, "ef"),
+    "randomk-all": Row(RandomKCodec, 1.0, 1e-6, "ef"),
+    "randomk-10%": Row(RandomKCodec, 0.1, None, "ef"),
+}
+FEEDBACK = [name for name, row in ROWS.items() if row.feedback]
+SIZES = (1, 2, 3, 4, 8)
+SHAPES: dict[str, tuple[int, ...]] = {
+    "scalar": (),
+    "one": (1,),
+    "odd": (37,),
+    "matrix": (40, 30),
+    "conv": (8, 4, 3, 3),
+    "empty": (0, 5),
+}
+
+
+def build(row: Row, **options: Any) -> Any:
+    """A constructor for ``simulate.run`` that assigns the codec to every layer, saving or not."""
+
+    def make(pairs: list[tuple[str, torch.Tensor]], member: LocalMember) -> Compressor:
+        codec = row.make()
+        compressor = Compressor(
+            pairs, codec, row.level, group=member, min_numel=0, **{"memory": row.memory, **options}
+        )
+        # Use the codec even where it saves nothing, so that tiny shapes go through it too.
+        assignments = {
+            slot.layer.name: Assignment(codec.name, row.level)
+            if slot.layer.numel
+            else Assignment("dense")
+            for slot in compressor._directory.slots
+        }
+        compressor.plan = Plan(assignments, context=compressor.plan.context)
+        return compressor
+
+    return make
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("size", SIZES)
+def test_all_ranks_get_one_mean(name: str, size: int) -> None:
+    gradients = gaussian(SHAPES, size, steps=3)
+    outcomes = run(gradients, build(ROWS[name]), shuffle=True)
+    for step in range(3):
+        for layer in SHAPES:
+            results = [outcome.results[step][layer] for outcome in outcomes]
+            assert all(torch.equal(results[0], other) for other in results[1:])
+            assert results[0].shape == SHAPES[layer]
+            rounding = ROWS[name].rounding
+            if rounding is not None:
+                dense = sum(gradients[step][rank][layer] for rank in range(size)) / size
+                if dense.numel():
+                    # Relative to what went in: entries of opposite sign may cancel in the mean.
+                    largest = max(gradients[step][r][layer].abs().max() for r in range(size))
+                    assert (results[0] - dense).abs().max() <= rounding * largest
+
+
+@pytest.mark.parametrize("name", FEEDBACK)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nothing_is_lost(name: str, size: int, dtype: torch.dtype) -> None:
+    """The conservation law, op Sum: decoded + sum of e' = sum of g + sum of e. Case 8."""
+    gradients = gaussian(SHAPES, size, steps=4, dtype=dtype)
+    outcomes = run(gradients, build(ROWS[name]), average=False)
+    for layer in (layer for layer, shape in SHAPES.items() if shape != (0, 5)):
+        before = torch.zeros(SHAPES[layer], dtype=torch.float64)
+        for step in range(4):
+            put_in = sum(gradients[step][rank][layer].double() for rank in range(size)) + before
+            after = sum(outcome.residuals[step][layer].double() for outcome in outcomes)
+            decoded = outcomes[0].results[step][layer].double()
+            tolerance = 1e-5 if dtype == torch.float32 else 1e-13
+            torch.testing.assert_close(decoded + after, put_in, atol=tolerance * size, rtol=0)
+            before = after
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_dtypes_come_back_as_they_went(name: str, dtype: torch.dtype) -> None:
+    """Case 4: bf16 in, bf16 out, whatever carries it."""
+    gradients = gaussian({"w": (33, 9)}, 3, steps=2, dtype=dtype)
+    outcomes = run(gradients, build(ROWS[name]))
+    result = outcomes[0].results[0]["w"]
+    assert result.dtype == dtype
+    assert torch.equal(result, outcomes[2].results[0]["w"])
+    if ROWS[name].rounding is not None:
+        dense = sum(gradients[0][rank]["w"].double() for rank in range(3)) / 3
+        bound = max(ROWS[name].rounding, {torch.bfloat16: 1e-2, torch.float16: 2e-3}.get(dtype, 0))
+        largest = max(gradients[0][rank]["w"].abs().max().double() for rank in range(3))
+        assert (result.double() - dense).abs().max() <= bound * largest
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_zeros_stay_zeros(name: str) -> None:
+    """Case 19."""
+    zeros = [[{"w": torch.zeros(50, 7)} for _ in range(3)] for _ in range(2)]
+    for outcome in run(zeros, build(ROWS[name])):
+        for step in range(2):
+            assert not outcome.results[step]["w"].any()
+            residual = outcome.residuals[step]["w"]
+            assert residual is None or not residual.any()
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("scale", [1e-8, 1e8])
+def test_scale_passes_through(name: str, scale: float) -> None:
+    """Multiplying gradients by a power of two multiplies results: nothing is clipped or offset."""
+    if name == "fp16":
+        scale = 2.0**-6 if scale < 1 else 2.0**6
+    else:
+        scale = 2.0**-26 if scale < 1 else 2.0**26
+    plain = gaussian({"w": (33, 9)}, 2, steps=2)
+    scaled = [[{n: g * scale for n, g in rank.items()} for rank in step] for step in plain]
+    first, second = run(plain, build(ROWS[name])), run(scaled, build(ROWS[name]))
+    torch.testing.assert_close(
+        second[0].results[1]["w"] / scale, first[0].results[1]["w"], rtol=2e-3, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_layouts_do_not_matter(name: str) -> None:
+    """A channels-last gradient meets a contiguous one of another rank element by element."""
+    gradients = gaussian({"conv": (8, 4, 5, 3)}, 2, steps=2)
+    expected = run(gradients, build(ROWS[name]))
+    turned = [
+        [
+            {"conv": rank["conv"].to(memory_format=torch.channels_last) if r == 1 else rank["conv"]}
+            for r, rank in enumerate(step)
+        ]
+        for step in gradients
+    ]
+    outcomes = run(turned, build(ROWS[name]))
+    for step in range(2):
+        for outcome in outcomes:
+            assert torch.equal(outcome.results[step]["conv"], expected[0].results[step]["conv"])
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_bytes_are_known_before_and_counted_after(name: str) -> None:
+    shapes = {"matrix": (40, 30), "odd": (1237,), "conv": (8, 4, 3, 3)}
+    for size in (2, 3, 5):
+        for outcome in run(gaussian(shapes, size, steps=2), build(ROWS[name])):
+            assert outcome.reports[-1].sent_bytes == outcome.compressor.wire_bytes()
+            assert {layer.name for layer in outcome.reports[-1].layers} == set(shapes)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_absent_gradients_contribute_nothing(name: str) -> None:
+    """Cases 9 and 13: a rank without a gradient takes part, adds zero, and keeps its residual."""
+    gradients = gaussian({"a": (40, 9), "b": (77,)}, 3, steps=6)
+    for step in range(6):
+        gradients[step][step % 3]["a" if step % 2 else "b"] = None
+    gradients[4] = [{"a": None, "b": None} for _ in range(3)]
+    outcomes = run(gradients, build(ROWS[name]), shuffle=True)
+    for step in range(6):
+        for layer in ("a", "b"):
+            result = outcomes[0].results[step][layer]
+            assert torch.isfinite(result).all()
+            assert all(torch.equal(result, other.results[step][layer]) for other in outcomes)
+            for rank, outcome in enumerate(outcomes):
+                if gradients[step][rank][layer] is None and step:
+                    before, after = (
+                        outcome.residuals[step - 1][layer],
+                        outcome.residuals[step][layer],
+                    )
+                    assert (before is None) == (after is None)
+                    assert before is None or torch.equal(before, after)
+            if ROWS[name].rounding is not None:
+                present = [gradients[step][r][layer] for r in range(3)]
+                dense = sum(g for g in present if g is not None) / 3
+                torch.testing.assert_close(
+                    result, dense + torch.zeros_like(result), atol=3e-2, rtol=0
+                )
+    assert not outcomes[0].results[4]["a"].any()
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_a_nonfinite_step_leaves_no_trace(name: str, poison: float) -> None:
+    """Case 17: every rank sees it, and no state of any layer of any rank changes."""
+    clean = gaussian({"a": (40, 9), "b": (77,)}, 3, steps=4)
+    poisoned = [[dict(rank) for rank in step] for step in clean]
+    bad = clean[2][1]["a"].clone()
+    bad[5, 5] = poison
+    poisoned[2][1]["a"] = bad
+    outcomes = run(poisoned, build(ROWS[name]))
+    for outcome in outcomes:
+        assert not torch.isfinite(outcome.results[2]["a"]).all()
+        for layer in ("a", "b"):
+            before, after = outcome.residuals[1][layer], outcome.residuals[2][layer]
+            assert (before is None) == (after is None)
+            assert before is None or torch.equal(before, after)
+        if ROWS[name].feedback:
+            assert outcome.reports[2].nonfinite
+            assert not outcome.reports[3].nonfinite
+        assert torch.isfinite(outcome.results[3]["a"]).all()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_result_shares_no_memory_with_state(name: str) -> None:
+    """Case 7: what the next backward adds to the gradient in place changes no residual."""
+
+    def check(pairs: list[tuple[str, torch.Tensor]], member: LocalMember) -> Compressor:
+        compressor = build(ROWS[name])(pairs, member)
+        original = compressor.decompress
+
+        def decompress(tensor: torch.Tensor, context: Any) -> torch.Tensor:
+            result = original(tensor, context)
+            held = [t for s in compressor._directory.slots for t in s.state.slots.values()]
+            held += [
+                s.state.residual
+                for s in compressor._directory.slots
+                if s.state.residual is not None
+            ]
+            pointers = {t.untyped_storage().data_ptr() for t in held}
+            pointers |= {
+                t.untyped_storage().data_ptr()
+                for s in compressor._directory.slots
+                for t in s.buffers._tensors.values()
+            }
+            assert result.untyped_storage().data_ptr() not in pointers
+            return result
+
+        compressor.decompress = decompress  # type: ignore[method-assign]
+        return compressor
+
+    run(gaussian({"a": (40, 9)}, 2, steps=3), check)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_adversarial_orders_never_stall(name: str) -> None:
+    """200 steps in which every rank submits and finishes its layers in an order of its own."""
+    shapes = {f"layer{i}": (17 + i, 3) for i in range(7)}
+    gradients = gaussian(shapes, 3, steps=1)[0]
+    outcomes = run([gradients] * 200, build(ROWS[name]), shuffle=True, stall=10)
+    for layer in shapes:
+        assert torch.equal(outcomes[0].results[-1][layer], outcomes[2].results[-1][layer])
+
+
+@pytest.mark.parametrize("name", FEEDBACK)
+def test_a_loss_scale_that_changes_changes_nothing(name: str) -> None:
+    """Case 18: residuals are kept unscaled, so the trajectory is that of plain training."""
+    plain = gaussian({"w": (33, 9)}, 2, steps=6)
+    scales = [1024.0, 1024.0, 2048.0, 512.0, 512.0, 4096.0]
+    scaled = [
+        [{n: g * s for n, g in r.items()} for r in step]
+        for step, s in zip(plain, scales, strict=True)
+    ]
+
+    def with_scale(pairs: list[tuple[str, torch.Tensor]], member: LocalMember) -> Compressor:
+        steps = iter(scales)
+        return build(ROWS[name], loss_scale=lambda: next(steps))(pairs, member)
+
+    reference, outcome = run(plain, build(ROWS[name]))[0], run(scaled, with_scale)[0]
+    for step, scale in enumerate(scales):
+        assert torch.equal(outcome.results[step]["w"] / scale, reference.results[step]["w"])
+
+
+def test_randomk_without_feedback_is_unbiased() -> None:
+    """Mean over 10,000 draws within 5 standard errors, and the variance is (d/k - 1) g^2."""
+    layer = Layer(0, "w", (60,), torch.float32)
+    vector = torch.randn(60, generator=torch.Generator().manual_seed(3))
+    codec, draws = RandomKCodec(), 10_000
+    codec.adapt_to("none")
+    total, squares = torch.zeros(60, dtype=torch.float64), torch.zeros(60, dtype=torch.float64)
+    out = torch.empty(60)
+    for step in range(draws):
+        context = StepContext(step, 0, 1, 0, Buffers())
+        sent = codec.encode(layer, LayerState(), vector.clone(), 0.25, context)
+        codec.decode(layer, 0.25, context, sent, Reduced(Kind.CARRIED, sent.buffer, 1), out)
+        total += out
+        squares += out.double() ** 2
+    mean = total / draws
+    variance = squares / draws - mean**2
+    predicted = 3.0 * vector.double() ** 2
+    assert ((mean - vector).abs() <= 5 * (predicted / draws).sqrt()).all()
+    assert abs(variance.sum() / predicted.sum() - 1) < 0.1
+
+
+def test_topk_sends_each_ranks_own_choice() -> None:
+    """Case 1: ranks choose different positions; the mean is that of their own sparse vectors."""
+    gradients = gaussian({"w": (100,)}, 3, steps=1)
+    outcome = run(gradients, build(Row(TopKCodec, 0.05, None, "ef")))[0]
+    expected = torch.zeros(100)
+    for rank in range(3):
+        g = gradients[0][rank]["w"]
+        keep = g.abs().argsort(descending=True)[:5]
+        expected[keep] += g[keep] / 3
+    torch.testing.assert_close(outcome.results[0]["w"], expected)
+
+
+def test_density_one_is_dense_bit_for_bit() -> None:
+    gradients = gaussian({"w": (33, 9)}, 2, steps=3)
+    full = run(gradients, build(ROWS["topk-all"]))[0]
+    dense = run(gradients, build(ROWS["dense"]))[0]
+    for step in range(3):
+        assert torch.equal(full.results[step]["w"], dense.results[step]["w"])
+        assert not full.residuals[step]["w"].any()
+
+
+def test_bf16_adds_in_fp32() -> None:
+    """Eight ranks of 1 + 2^-7: a running bf16 sum would round seven times, ours not at all."""
+    value = 1 + 2.0**-7
+    gradients = [[{"w": torch.full((64,), value)} for _ in range(8)]]
+    outcome = run(gradients, build(ROWS["bf16"]))[0]
+    assert (outcome.results[0]["w"] == value).all()
+
+
+def test_combine_by_hand() -> None:
+    one = Payload(Kind.SCATTER, torch.tensor([1, 2, 3]), splits=(1, 2))
+    two = Payload(Kind.SCATTER, torch.tensor([4, 5, 6]), splits=(2, 1))
+    assert [r.buffer.tolist() for r in combine([one, two])] == [[1, 4, 5], [2, 3, 6]]
+    gathered = combine(
+        [
+            Payload(Kind.GATHER, torch.tensor([7])),
+            Payload(Kind.GATHER, torch.empty(0, dtype=torch.int64)),
+        ]
+    )
+    assert gathered[1].buffer.tolist() == [7]
+
+
+@pytest.mark.parametrize("codec", [TopKCodec(), RandomKCodec()])
+@pytest.mark.parametrize("bad", [0, 1.5, float("nan"), None])
+def test_levels_are_checked(codec: Codec, bad: float | None) -> None:
+    with pytest.raises(ConfigError, match="density"):
+        codec.check_level(bad)

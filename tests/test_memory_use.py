@@ -1,0 +1,71 @@
+"""What each method costs in memory on top of the model, against the documented formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from simulate import gaussian, run
+
+from hvd_greco import Dense, LocalGroup, RandomK, TopK
+from hvd_greco.codecs.sparse_wire import sparse_layout
+from hvd_greco.compressor import Compressor
+from hvd_greco.exchange.local import LocalMember
+
+SHAPES = {"big": (300, 200), "small": (90, 50), "bias": (100,)}
+COMPRESSED = 300 * 200 + 90 * 50
+
+
+@pytest.mark.parametrize("method", [TopK, RandomK])
+def test_error_feedback_costs_one_fp32_copy(method: type[Compressor]) -> None:
+    outcome = run(gaussian(SHAPES, 2, steps=3), lambda pairs, member: method(pairs, group=member))[
+        0
+    ]
+    assert outcome.compressor.memory_bytes()["state"] == 4 * COMPRESSED
+
+
+def test_topk_buffers_are_payloads_and_one_vector() -> None:
+    outcome = run(gaussian(SHAPES, 2, steps=3), lambda p, m: TopK(p, group=m))[0]
+    payloads = sum(
+        sparse_layout(numel, round(numel / 100), torch.float32).nbytes + 4 * 5
+        for numel in (300 * 200, 90 * 50)
+    )
+    assert outcome.compressor.memory_bytes()["buffers"] == payloads + 4 * 300 * 200
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p, m: RandomK(p, group=m, memory="none"),
+        lambda p, m: Dense(p, group=m),
+        lambda p, m: Dense(p, "fp16", group=m),
+        lambda p, m: Dense(p, "bf16", group=m),
+    ],
+)
+def test_methods_without_feedback_hold_no_state(make: object) -> None:
+    outcome = run(gaussian(SHAPES, 2, steps=2), make)[0]  # type: ignore[arg-type]
+    assert outcome.compressor.memory_bytes()["state"] == 0
+
+
+@pytest.mark.parametrize("method", [TopK, RandomK, Dense])
+def test_nothing_piles_up(method: type[Compressor]) -> None:
+    """After 60 steps we hold the very buffers that we held after 20, and no hints of old steps."""
+
+    def work(member: LocalMember) -> list[tuple[dict[str, int], set[int], int]]:
+        parameters = {n: torch.nn.Parameter(torch.zeros(s)) for n, s in SHAPES.items()}
+        compressor = method(list(parameters.items()), group=member)  # type: ignore[call-arg]
+        seen = []
+        for step in range(60):
+            for parameter in parameters.values():
+                parameter.grad = None
+                (parameter * (step + 1.0 + member.rank)).sum().backward()
+            member.reduce_gradients(list(parameters.items()), compressor)
+            if step in (19, 59):
+                slots = compressor._directory.slots
+                held = [t for slot in slots for t in slot.buffers._tensors.values()]
+                hints = len(compressor._directory._by_gradient)
+                seen.append((compressor.memory_bytes(), {t.data_ptr() for t in held}, hints))
+        return seen
+
+    for early, late in LocalGroup(2).run(work):
+        assert early == late
+        assert late[2] == 0
