@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from simulate import gaussian, run
 
 from hvd_greco.buffers import Buffers
 from hvd_greco.codecs.base import Codec, StepContext
@@ -20,6 +22,20 @@ from hvd_greco.exchange.local import LocalMember, combine
 from hvd_greco.layers import Layer, LayerState
 from hvd_greco.payload import Kind, Payload, Reduced
 from hvd_greco.plan import Assignment, Plan
+from simulate import gaussian, run
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "own_codec.py"
+
+
+def example_codec() -> type[Codec]:
+    """The user's own codec of examples/, loaded as a user's module would be."""
+    if "own_codec" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("own_codec", EXAMPLE)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules["own_codec"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["own_codec"])
+    return sys.modules["own_codec"].TernCodec  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -44,6 +60,7 @@ ROWS = {
     "dense": Row(DenseCodec, None, 1e-6),
     "fp16": Row(lambda: DenseCodec("fp16"), None, 2e-3),
     "bf16": Row(BF16Codec, None, 1e-2),
+    "example": Row(lambda: example_codec()(), None, None),
     "topk-all": Row(TopKCodec, 1.0, 1e-6, "ef"),
     "topk-half": Row(TopKCodec, 0.5, None, "ef"),
     "topk-1%": Row(TopKCodec, 0.01, None, "ef"),
