@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .codecs.base import Codec
     from .compressor import Compressor
     from .constructors import Dense
+    from .exchange.hosts import host_process_sets
     from .exchange.local import LocalGroup
     from .layers import Layer, LayerState
     from .payload import Payload
@@ -52,6 +53,7 @@ _LAZY = {
     "Dense": "constructors",
     "Codec": "codecs.base",
     "LocalGroup": "exchange.local",
+    "host_process_sets": "exchange.hosts",
     "Layer": "layers",
     "LayerState": "layers",
     "Payload": "payload",
@@ -84,6 +86,7 @@ __all__ = [
     "UnsupportedError",
     "WireError",
     "__version__",
+    "host_process_sets",
 ]
 
 

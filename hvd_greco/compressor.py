@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import carrier, registry
+from . import carrier, kernels, registry
 from .assign import uniform_plan
 from .beacon import Beacon
 from .buffers import Buffers
@@ -18,12 +18,13 @@ from .codecs.dense import DenseCodec
 from .config import check_count
 from .errors import ConfigError
 from .exchange.base import Group
-from .identity import Directory
-from .layers import check_named_parameters
+from .identity import Directory, calling_optimizer
+from .layers import GRADIENT_DTYPES, check_named_parameters
 from .memories.base import Memory, Own
 from .payload import Kind, Reduced
 from .plan import Plan
 from .rounds import Pending, Rounds
+from .routes import check_allgather, routed
 from .telemetry import Ledger, StepReport
 
 #: Layers with fewer elements go dense by default: their payloads save less than they cost.
@@ -47,6 +48,11 @@ class Compressor:
         memory: what happens to what was not sent: ``"ef"`` (error feedback: added to the next
             gradient), ``"none"``, ``"ef21"``, ``"ef21-sgdm"``, or a ``Memory`` with options of its
             own. None: what the codec is meant to be used with.
+        exchange: how payloads travel. None: the codec's own way. ``"allgather"``: every rank's to
+            every rank. ``"scatter"``: each rank averages one shard and codes it once more, so
+            that the cost per rank does not grow with their number. ``"hierarchical"``: dense
+            inside a host, compressed between hosts (Horovod must be able to form process sets:
+            ``hvd.init(process_sets="dynamic")``).
         schedule: level as a function of the step (warm-ups); the same on all ranks.
         min_numel: layers with fewer elements go dense.
         exclude: shell-style patterns of layer names that go dense (``("*.bias", "embed*")``).
@@ -74,6 +80,7 @@ class Compressor:
         level: Level = None,
         *,
         memory: str | Memory | None = None,
+        exchange: str | None = None,
         schedule: Callable[[int], Level] | None = None,
         min_numel: int = MIN_NUMEL,
         exclude: Sequence[str] = (),
@@ -90,16 +97,21 @@ class Compressor:
             )
         self._loss_scale = loss_scale
         self._seed = check_count("seed", seed)
+        pairs = check_named_parameters(named_parameters)
+        sizes = {layer: parameter.numel() for layer, parameter in pairs}
+        codec, self._memory = routed(exchange, codec, _memory(memory, codec), self._group, sizes)
         self._codec = codec
-        self._memory = _memory(memory, codec)
         codec.adapt_to(self._memory.name)
         dense = DenseCodec()
         self._codecs: dict[str, Codec] = {dense.name: dense, codec.name: codec}
-        self._directory = Directory(check_named_parameters(named_parameters))
+        self._memory.bind(dict(pairs), max(1, self._group.size))
+        self._directory = Directory(pairs)
         self._schedule = schedule
         self._min_numel = check_count("min_numel", min_numel)
         self._exclude = exclude
         self._level = codec.check_level(schedule(0) if schedule else level)
+        if exchange == "allgather":
+            check_allgather(codec, self._level)
         self.plan = self._uniform_plan(epoch=0)
         prefix = f"greco/{name or _next_name(self._group)}"
         self._ledger = Ledger()
@@ -109,8 +121,14 @@ class Compressor:
         self._lock = threading.RLock()
         self._step = 0
         self._unscale = 1.0
+        #: What the user's op multiplies means by, as the last layer's carrier showed it.
+        self._factor = 1.0
+        #: Finished dense layers of this step that the memory shall see if it is accepted.
+        self._dense: list[Pending] = []
         #: Layers that took part in the present step, for its report.
         self._seen: dict[str, tuple[str, Level, int]] = {}
+        #: The plan has layers that are not plainly dense.
+        self._mixed = False
         #: A layer of this step is not plainly dense, so the step needs a beacon.
         self._checked = False
         self.last_report: StepReport | None = None
@@ -236,6 +254,7 @@ class Compressor:
         )
 
     def _open_step(self) -> None:
+        self._memory.check_optimizer(calling_optimizer())
         if self._schedule is not None:
             level = self._codec.check_level(self._schedule(self._step))
             if level != self._level:
@@ -243,6 +262,10 @@ class Compressor:
                 self.plan = self._uniform_plan(self.plan.epoch + 1)
         self._beacon.reset()
         self._checked = False
+        self._mixed = any(
+            not isinstance(self._codecs[assignment.codec], DenseCodec)
+            for assignment in self.plan.assignments.values()
+        )
         if self._loss_scale is not None:
             scale = float(self._loss_scale())
             if not (math.isfinite(scale) and scale > 0):
@@ -250,6 +273,10 @@ class Compressor:
             self._unscale = 1.0 / scale
 
     def _close_step(self) -> None:
+        if not (self._checked and self._beacon.nonfinite):
+            for pending in self._dense:
+                self._deliver_dense(pending)
+        self._dense = []
         self.last_report = self._ledger.close(self._step, self._seen, self._beacon.nonfinite)
         self._step += 1
         self._seen = {}
@@ -262,6 +289,7 @@ class Compressor:
         """
         self._rounds.abandon()
         self._beacon.abandon()
+        self._dense = []
         self._close_step()
 
     def _launch_beacon(self) -> None:
@@ -269,18 +297,37 @@ class Compressor:
             self._ledger.add(None, Kind.SUM, Beacon.NBYTES, self._group.size)
 
     def _start_dense(self, pending: Pending, codec: DenseCodec) -> torch.Tensor:
-        gradient = pending.gradient
-        pending.slot.fresh = False
+        slot, gradient = pending.slot, pending.gradient
+        # Reduced a second time, a mean stays what it is; only the memory must not see it again.
+        pending.fresh = slot.fresh or not slot.already_reduced(gradient)
+        slot.fresh = False
+        if self._mixed:
+            # Its overflow makes a scaler skip the step, so compressed layers must not move on.
+            self._beacon.note(kernels.all_finite(gradient))
         sent = gradient.to(codec.wire_dtype(gradient.dtype)).contiguous()
         nbytes = sent.numel() * sent.element_size()
-        self._ledger.add(pending.slot.layer.name, Kind.CARRIED, nbytes, self._group.size)
+        self._ledger.add(slot.layer.name, Kind.CARRIED, nbytes, self._group.size)
         return sent
 
     def _finish_dense(self, pending: Pending, tensor: torch.Tensor) -> torch.Tensor:
         # Stock Horovod reduced the gradient itself unless it had to be converted or laid out anew.
         if tensor is not pending.gradient:
             pending.gradient.copy_(tensor)
+        if self._memory.serves_dense and pending.fresh:
+            if pending.slot.parameter.grad is not pending.gradient:
+                self._deliver_dense(pending)  # Horovod takes a copy (sparse_as_dense)
+            else:
+                self._dense.append(pending)
         return pending.gradient
+
+    def _deliver_dense(self, pending: Pending) -> None:
+        """Let the memory work on a dense layer's mean. All ranks see the same one."""
+        gradient, scale = pending.gradient, self._factor / pending.unscale
+        flat = gradient.contiguous().view(-1)
+        if pending.slot.layer.dtype in GRADIENT_DTYPES and bool(flat.isfinite().all()):
+            self._memory.deliver_dense(pending.slot.layer, pending.slot.state, flat, scale)
+            if not gradient.is_contiguous():
+                gradient.copy_(flat.view(gradient.shape))
 
     def _start(self, pending: Pending) -> torch.Tensor:
         slot, codec, gradient = pending.slot, pending.codec, pending.gradient
@@ -301,7 +348,7 @@ class Compressor:
             vector = self._vector(pending)
             sent = codec.encode(layer, slot.state, vector, level, pending.context)
             if sent.finite is None:
-                sent.finite = torch.linalg.vector_norm(vector, math.inf).isfinite()
+                sent.finite = kernels.all_finite(vector)
             self._beacon.note(sent.finite)
         else:
             sent = codec.encode_absent(layer, slot.state, level, pending.context, gradient)
@@ -345,6 +392,7 @@ class Compressor:
             # A mismatch of process sets shows at once; later, a missing rank may have joined.
             needs_set=pending.private or self._step == 0,
         )
+        self._factor = probe.factor
         accepted = self._beacon.wait(self.plan, self._step)
         if pending.private:
             reduced = self._rounds.finish(pending)

@@ -40,19 +40,17 @@ def make(
     Raises:
         ConfigError: an argument that none of them knows, or a value that cannot work.
     """
-    options = entry.options()
-    known = {*options, *_COMMON, *([entry.level] if entry.level else [])}
+    options = {*entry.options(), *([entry.level] if entry.level else [])}
+    known = options | {name for name in _COMMON if name not in entry.brings}
     for name in arguments:
         if name not in known:
             raise ConfigError(
                 f"{name}: {entry.public or entry.name} has no such argument; it has "
                 f"{', '.join(sorted(known))}"
             )
-    level = arguments.pop(entry.level, entry.default) if entry.level else None
-    codec = entry.make(**{name: arguments.pop(name) for name in options if name in arguments})
-    arguments.setdefault("memory", entry.memory)
+    own = {name: arguments.pop(name) for name in options if name in arguments}
     made = compressor if compressor is not None else Compressor.__new__(Compressor)
-    Compressor.__init__(made, named_parameters, codec, level, **arguments)
+    Compressor.__init__(made, named_parameters, **{**entry.arguments(own), **arguments})
     return made
 
 
@@ -96,7 +94,10 @@ def _document(entry: Entry) -> str:
     lines = [
         inspect.cleandoc(entry.factory.__doc__ or entry.description),
         "",
-        "Further arguments are those of :class:`~hvd_greco.Compressor` (``memory``, "
+        "Further arguments are those of :class:`~hvd_greco.Compressor` ("
+        "``min_numel``, ``exclude``, ...)."
+        if entry.brings
+        else "Further arguments are those of :class:`~hvd_greco.Compressor` (``memory``, "
         f"``min_numel``, ``exclude``, ...). The memory is {entry.memory!r} unless you name "
         "another.",
     ]
@@ -114,6 +115,7 @@ def _signature(entry: Entry) -> inspect.Signature:
     parameters += [
         common[name].replace(default=entry.memory) if name == "memory" else common[name]
         for name in _COMMON
+        if name not in entry.brings
     ]
     return inspect.Signature(parameters)
 

@@ -56,7 +56,8 @@ def _options(entry: Entry) -> dict[str, Any]:
     found: dict[str, Any] = {entry.level: entry.default} if entry.level else {}
     for name, parameter in entry.options().items():
         found[name] = "" if parameter.default is inspect.Parameter.empty else parameter.default
-    return {**found, **_COMMON}
+    common = {name: value for name, value in _COMMON.items() if name not in entry.brings}
+    return {**found, **common}
 
 
 def _read(argument: str, text: str, example: Any) -> Any:
@@ -95,9 +96,8 @@ def parse(text: str) -> Spec:
         if key not in known:
             raise ConfigError(f"methods: {name!r} has no option {key!r}; it has {', '.join(known)}")
         options[key] = _read(f"{name}:{key}", value.strip(), known[key])
-    codec = entry.make(**{k: v for k, v in options.items() if k in entry.options()})
-    if entry.level:
-        codec.check_level(options.get(entry.level, entry.default))
+    made = entry.arguments({k: v for k, v in options.items() if k not in _COMMON})
+    made["codec"].check_level(made.get("level"))
     if "memory" in options:
         registry.find_memory(options["memory"])
     return Spec(entry, options, text.strip())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,23 @@ class Scope(enum.Enum):
     CROSS = "cross"
 
 
+@dataclass(frozen=True)
+class Hosts:
+    """This rank's place, where every host has equally many ranks.
+
+    Attributes:
+        local_rank: this rank among those on its host.
+        local_size: ranks on each host.
+        cross_rank: this rank among those with its local rank, one on each host.
+        cross_size: number of hosts.
+    """
+
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+
 @dataclass
 class Payload:
     """One rank's contribution to one round.
@@ -67,7 +85,11 @@ class Payload:
 
 @dataclass(frozen=True)
 class Reduced:
-    """What a round returned: the combined buffer and the number of ranks in it."""
+    """What a round returned: the combined buffer and the number of ranks in it.
+
+    The buffer is to be read only: where a part of the group is this rank alone, it is what was
+    sent.
+    """
 
     kind: Kind
     buffer: torch.Tensor
@@ -87,6 +109,29 @@ class Reduced:
                 f"{nbytes} or nothing: ranks run different codecs, levels or versions"
             )
         return [self.buffer[i * nbytes : (i + 1) * nbytes] for i in range(count)]
+
+    def parts_of(self, length: Callable[[torch.Tensor], int]) -> list[torch.Tensor]:
+        """The gathered buffers of ranks whose payloads say themselves how long they are.
+
+        Args:
+            length: bytes of the first payload in what it is given, read from its header.
+
+        Raises:
+            WireError: a payload longer than what was gathered, or more payloads than ranks.
+        """
+        parts: list[torch.Tensor] = []
+        at, total = 0, self.buffer.numel()
+        while at < total:
+            nbytes = length(self.buffer[at:])
+            if not 0 < nbytes <= total - at or len(parts) == self.world_size:
+                raise WireError(
+                    f"gathered {total} bytes from {self.world_size} ranks; payload "
+                    f"{len(parts) + 1} at byte {at} announces {nbytes}: ranks run different "
+                    "codecs, levels or versions"
+                )
+            parts.append(self.buffer[at : at + nbytes])
+            at += nbytes
+        return parts
 
 
 def network_bytes(kind: Kind, nbytes: int, world_size: int) -> int:

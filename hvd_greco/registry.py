@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -33,6 +34,10 @@ class Entry:
         default: the level's default.
         memory: name of the memory that is used unless the user names one.
         fixed: arguments of the factory that make this entry what it is.
+        assemble: for methods that are more than a codec (DGC is a codec, a memory and a
+            schedule): a function whose arguments are the user's options, the level among them,
+            and which returns arguments of ``Compressor``: ``codec`` and any of ``level``,
+            ``memory`` and ``schedule``. Such a method brings its memory and its schedule.
     """
 
     name: str
@@ -43,11 +48,31 @@ class Entry:
     default: float | int | None = None
     memory: str = "none"
     fixed: Mapping[str, Any] | None = None
+    assemble: Callable[..., dict[str, Any]] | None = None
 
     def options(self) -> dict[str, inspect.Parameter]:
-        """The factory's own arguments that a user may set, by name."""
-        parameters = inspect.signature(self.factory).parameters
-        return {n: p for n, p in parameters.items() if n not in (self.fixed or {})}
+        """The method's own arguments that a user may set, by name; the level is none of them."""
+        parameters = inspect.signature(self.assemble or self.factory).parameters
+        taken = {*(self.fixed or {}), *([self.level] if self.assemble else [])}
+        return {n: p for n, p in parameters.items() if n not in taken}
+
+    @property
+    def brings(self) -> tuple[str, ...]:
+        """Arguments of ``Compressor`` that the method sets by itself."""
+        return ("memory", "schedule") if self.assemble else ()
+
+    def arguments(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of ``Compressor`` that follow from the user's options, checked.
+
+        Args:
+            options: the level by its name, and any of :meth:`options`.
+        """
+        if self.assemble:
+            return self.assemble(**options)
+        own = dict(options)
+        level = own.pop(self.level, self.default) if self.level else None
+        codec = self.make(**own)
+        return {"codec": codec, "level": level, "memory": self.memory}
 
     def make(self, **options: Any) -> Any:
         """An instance with the given options."""
@@ -57,6 +82,8 @@ class Entry:
 _CODECS: dict[str, Entry] = {}
 _MEMORIES: dict[str, Entry] = {}
 _loaded = False
+#: Ranks may be threads: none may look a name up while another one is still importing.
+_loading = threading.RLock()
 
 
 def register_codec(
@@ -68,6 +95,7 @@ def register_codec(
     default: float | int | None = None,
     memory: str = "none",
     fixed: Mapping[str, Any] | None = None,
+    assemble: Callable[..., dict[str, Any]] | None = None,
 ) -> Callable[[C], C]:
     """Class decorator: make a codec known under ``name``, and as ``hvd_greco.<public>``.
 
@@ -81,7 +109,9 @@ def register_codec(
                 raise ConfigError(
                     f"register_codec: {name!r} ({public}) is taken by {other.factory.__module__}"
                 )
-        _CODECS[name] = Entry(name, factory, public, description, level, default, memory, fixed)
+        _CODECS[name] = Entry(
+            name, factory, public, description, level, default, memory, fixed, assemble
+        )
         return factory
 
     return decorate
@@ -103,15 +133,16 @@ def register_memory(name: str, *, description: str) -> Callable[[C], C]:
 
 def _load() -> None:
     global _loaded
-    if _loaded:
-        return
-    _loaded = True
-    for folder in ("codecs", "memories"):
-        package = importlib.import_module(f"{__package__}.{folder}")
-        for module in pkgutil.iter_modules(package.__path__):
-            importlib.import_module(f"{package.__name__}.{module.name}")
-    for point in entry_points(group="hvd_greco.codecs"):
-        point.load()
+    with _loading:
+        if _loaded:
+            return
+        _loaded = True
+        for folder in ("codecs", "memories"):
+            package = importlib.import_module(f"{__package__}.{folder}")
+            for module in pkgutil.iter_modules(package.__path__):
+                importlib.import_module(f"{package.__name__}.{module.name}")
+        for point in entry_points(group="hvd_greco.codecs"):
+            point.load()
 
 
 def codecs() -> dict[str, Entry]:

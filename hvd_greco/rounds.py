@@ -12,7 +12,7 @@ import torch
 from .codecs.base import Codec, Level, StepContext, Turn
 from .exchange.base import Group
 from .identity import Slot
-from .payload import Kind, Payload, Reduced
+from .payload import Kind, Payload, Reduced, Scope
 from .telemetry import Ledger
 
 #: Pause between looks at unfinished rounds; Horovod itself acts once a millisecond.
@@ -90,9 +90,17 @@ class Rounds:
             return
         name = pending.slot.layer.name
         pending.ticket = self._group.submit(f"{self._prefix}/{name}/{pending.round}", pending.sent)
-        self._ledger.add(name, pending.sent.kind, pending.sent.nbytes, self._group.size)
+        self._count(name, pending.sent)
         if pending.round == 1 and pending.owes_rounds:
             self._owing.append(pending)
+
+    def _count(self, layer: str, sent: Payload) -> None:
+        size = self._group.part_size(sent.scope)
+        if sent.kind is Kind.NOTHING or (size == 1 and sent.scope is not Scope.ALL):
+            return
+        # What stays inside a host is handed to a collective, but put on no link.
+        link = 1 if sent.scope is Scope.LOCAL else size
+        self._ledger.add(layer, sent.kind, sent.nbytes, link)
 
     def advance(self) -> bool:
         """Move on every multi-round exchange whose present round is done; never waits.

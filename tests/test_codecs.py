@@ -12,9 +12,18 @@ import pytest
 import torch
 
 from hvd_greco.buffers import Buffers
+from hvd_greco.codecs.acp import ACPCodec
 from hvd_greco.codecs.base import Codec, StepContext
 from hvd_greco.codecs.dense import BF16Codec, DenseCodec
+from hvd_greco.codecs.dgc import DGCCodec
+from hvd_greco.codecs.natural import NaturalCodec
+from hvd_greco.codecs.powersgd import PowerSGDCodec
+from hvd_greco.codecs.qsgd import QSGDCodec
 from hvd_greco.codecs.randomk import RandomKCodec
+from hvd_greco.codecs.scatter_reduce import ScatterReduceCodec
+from hvd_greco.codecs.shared_topk import SharedTopKCodec
+from hvd_greco.codecs.sign import SignCodec
+from hvd_greco.codecs.summable import SummableQuantCodec
 from hvd_greco.codecs.topk import TopKCodec
 from hvd_greco.compressor import Compressor
 from hvd_greco.errors import ConfigError
@@ -44,12 +53,16 @@ class Row:
 
     ``rounding``: how far the mean may be from dense, relative to the largest entry that went in;
     None for codecs that drop something.
+    ``exact_bytes``: every payload has the same size; else ``wire_bytes()`` is the largest.
+    ``absent_keeps``: without a gradient, a rank's residual stays what it was.
     """
 
     make: Any
     level: float | None
     rounding: float | None
     memory: str = "none"
+    exact_bytes: bool = True
+    absent_keeps: bool = True
 
     @property
     def feedback(self) -> bool:
@@ -66,7 +79,37 @@ ROWS = {
     "topk-1%": Row(TopKCodec, 0.01, None, "ef"),
     "randomk-all": Row(RandomKCodec, 1.0, 1e-6, "ef"),
     "randomk-10%": Row(RandomKCodec, 0.1, None, "ef"),
+    "powersgd-4": Row(PowerSGDCodec, 4, None, "ef"),
+    "powersgd-clamped": Row(PowerSGDCodec, 1000, None, "ef"),
+    "acp-4": Row(ACPCodec, 4, None, "ef"),
+    "topk-all-fp16": Row(lambda: TopKCodec("fp16"), 1.0, 2e-3, "ef"),
+    "topk-5%-fp16": Row(lambda: TopKCodec("fp16"), 0.05, None, "ef"),
+    "topk-all-q8": Row(lambda: TopKCodec("q8"), 1.0, 1e-2, "ef"),
+    "topk-30%-q4": Row(lambda: TopKCodec("q4"), 0.3, None, "ef"),
+    "topk-sampled": Row(lambda: TopKCodec("fp16", "sampled"), 0.1, None, "ef", False),
+    "sharedtopk-all": Row(SharedTopKCodec, 1.0, 1e-6, "ef", False),
+    "sharedtopk-5%": Row(SharedTopKCodec, 0.05, None, "ef", False),
+    "dgc-codec": Row(DGCCodec, 0.02, None, "ef"),
+    "qsgd-8": Row(QSGDCodec, 8, 1e-2),
+    "qsgd-4": Row(QSGDCodec, 4, None),
+    "qsgd-3-l2": Row(lambda: QSGDCodec(bucket=64, norm="l2"), 3, None),
+    "qsgd-8-ef": Row(QSGDCodec, 8, 1e-2, "ef"),
+    "qsgd-2-ef": Row(lambda: QSGDCodec(bucket=100), 2, None, "ef"),
+    "natural": Row(NaturalCodec, None, None),
+    "natural-ef": Row(NaturalCodec, None, None, "ef"),
+    "sign": Row(SignCodec, None, None, "ef"),
+    "summable-8": Row(SummableQuantCodec, 8, 1e-2),
+    "summable-4": Row(SummableQuantCodec, 4, None),
+    "summable-3-ef": Row(SummableQuantCodec, 3, None, "ef"),
 }
+# The owner of a shard settles what coding its mean left out, with a gradient of its own or without.
+ROWS["topk-all-scatter"] = Row(
+    lambda: ScatterReduceCodec(TopKCodec()), 1.0, 1e-6, "ef", absent_keeps=False
+)
+ROWS["topk-10%-scatter"] = Row(
+    lambda: ScatterReduceCodec(TopKCodec()), 0.1, None, "ef", absent_keeps=False
+)
+ROWS["qsgd-8-scatter"] = Row(lambda: ScatterReduceCodec(QSGDCodec()), 8, 2e-2)
 FEEDBACK = [name for name, row in ROWS.items() if row.feedback]
 SIZES = (1, 2, 3, 4, 8)
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -203,7 +246,8 @@ def test_bytes_are_known_before_and_counted_after(name: str) -> None:
     shapes = {"matrix": (40, 30), "odd": (1237,), "conv": (8, 4, 3, 3)}
     for size in (2, 3, 5):
         for outcome in run(gaussian(shapes, size, steps=2), build(ROWS[name])):
-            assert outcome.reports[-1].sent_bytes == outcome.compressor.wire_bytes()
+            sent, stated = outcome.reports[-1].sent_bytes, outcome.compressor.wire_bytes()
+            assert sent == stated if ROWS[name].exact_bytes else 0.4 * stated < sent <= stated
             assert {layer.name for layer in outcome.reports[-1].layers} == set(shapes)
 
 
@@ -221,7 +265,7 @@ def test_absent_gradients_contribute_nothing(name: str) -> None:
             assert torch.isfinite(result).all()
             assert all(torch.equal(result, other.results[step][layer]) for other in outcomes)
             for rank, outcome in enumerate(outcomes):
-                if gradients[step][rank][layer] is None and step:
+                if gradients[step][rank][layer] is None and step and ROWS[name].absent_keeps:
                     before, after = (
                         outcome.residuals[step - 1][layer],
                         outcome.residuals[step][layer],

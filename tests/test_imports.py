@@ -31,6 +31,7 @@ ORDER = [
     "beacon",
     "identity",
     "assign",
+    "routes",
     "rounds",
     "adapt",
     "compressor",

@@ -106,6 +106,7 @@ class Codec(ABC):
     def wire_bytes(self, layer: Layer, level: Level, size: int) -> int:
         """Exact bytes that a rank hands to collectives in one step, over all rounds.
 
+        The most it can be, where ranks take turns or the data decides (say so in the docs).
         The carrier that rides Horovod's own allreduce is the compressor's, and not included.
         """
 

@@ -124,8 +124,15 @@ class RandomKCodec(Codec):
         self, layer: Layer, level: Level, context: StepContext, device: torch.device
     ) -> torch.Tensor:
         assert level is not None
-        words = hashlib.blake2b(
-            f"{context.seed}/{layer.name}/{context.step}".encode(), digest_size=16
-        ).digest()
-        key = (int.from_bytes(words[:8], "little"), int.from_bytes(words[8:], "little"))
-        return kernels.shared_indices(key, layer.numel, kept(layer.numel, level), device)
+        return shared_positions(layer, kept(layer.numel, level), context, device)
+
+
+def shared_positions(
+    layer: Layer, k: int, context: StepContext, device: torch.device
+) -> torch.Tensor:
+    """``k`` positions drawn from (seed, layer, step): the same on all ranks."""
+    words = hashlib.blake2b(
+        f"{context.seed}/{layer.name}/{context.step}".encode(), digest_size=16
+    ).digest()
+    key = (int.from_bytes(words[:8], "little"), int.from_bytes(words[8:], "little"))
+    return kernels.shared_indices(key, layer.numel, k, device)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -40,11 +42,13 @@ class Memory(ABC):
         copies: copies of the compressed layers, in the work dtype, that it keeps.
         absent_is_zero: a rank without a gradient goes through the whole step with a zero one,
             instead of contributing nothing and keeping its state.
+        serves_dense: :meth:`deliver_dense` does something.
     """
 
     name: str
     copies: int = 0
     absent_is_zero: bool = False
+    serves_dense: bool = False
 
     def describe(self) -> str:
         """Name and options, as text: all ranks must agree on it."""
@@ -58,6 +62,23 @@ class Memory(ABC):
                 "the codec leaves out may be larger than its input, so a residual could grow "
                 "without bound. Use memory='none', or another level"
             )
+
+    def bind(self, parameters: Mapping[str, torch.Tensor], size: int) -> None:
+        """Learn the parameters (by layer name; read only) and the number of ranks, once."""
+        return
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Refuse an optimizer that would do again what the memory does.
+
+        Called at the start of every step, since schedules may change an optimizer's options.
+
+        Args:
+            optimizer: the Horovod optimizer whose gradients are compressed; None if unknown.
+
+        Raises:
+            ConfigError: what must be changed.
+        """
+        return
 
     @abstractmethod
     def compensate(
@@ -96,6 +117,21 @@ class Memory(ABC):
         """Turn the mean of what was sent into what the optimizer gets, in place.
 
         Called on every rank when the step is accepted. What it stores must be the same on all.
+        """
+        return
+
+    def deliver_dense(
+        self, layer: Layer, state: LayerState, mean: torch.Tensor, scale: float
+    ) -> None:
+        """:meth:`deliver` for a layer that went dense in this step, if ``serves_dense``.
+
+        Called once the step is accepted, on every rank.
+
+        Args:
+            layer: which.
+            state: may be changed, alike on all ranks.
+            mean: shape ``[d]``, the gradient's dtype: ``scale`` times the mean over all ranks.
+            scale: loss scale times the factor that the user's ``op`` asks for.
         """
         return
 
