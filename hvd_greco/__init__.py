@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +65,9 @@ _LAZY = {
 }
 
 __all__ = [
+    "ACP",
+    "DGC",
+    "QSGD",
     "Codec",
     "Compressor",
     "ConfigError",
@@ -75,12 +80,17 @@ __all__ = [
     "LayerState",
     "LocalGroup",
     "MismatchError",
+    "Natural",
     "NotInitializedError",
     "Payload",
     "Plan",
+    "PowerSGD",
     "RandomK",
+    "SharedTopK",
+    "Sign",
     "StallError",
     "StepReport",
+    "SummableQuant",
     "TopK",
     "UnknownTensorError",
     "UnsupportedError",
@@ -110,7 +120,9 @@ def __dir__() -> list[str]:
     return sorted(set(globals()) | set(__all__))
 
 
-if importlib.util.find_spec("horovod") is None:
+# The command line has better to say about it: `doctor` and `install-horovod` are the remedy.
+_in_cli = os.path.basename(sys.argv[0]) == "hvd-greco"
+if not _in_cli and importlib.util.find_spec("horovod") is None:
     warnings.warn(
         "Horovod is not installed, and `pip install horovod` fails against torch >= 2.1. "
         "Run `hvd-greco install-horovod`: it builds Horovod 0.28.1 for the torch and MPI of this "

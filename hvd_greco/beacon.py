@@ -49,6 +49,8 @@ class Beacon:
         self._bad = None
         self._ticket: Any = None
         self._accepted: bool | None = None
+        #: All ranks took part: none has called hvd.join().
+        self.complete = True
 
     def abandon(self) -> None:
         """Let a collective that was started come to its end, so that its name is free again."""
@@ -92,6 +94,7 @@ class Beacon:
             # A rank that called hvd.join() adds zeros to an allreduce, and does not count.
             present, bad, *sums = self._group.wait(self._ticket).buffer.tolist()
             self._ticket = None
+            self.complete = present == self._group.size
             if any(
                 total != present * word
                 for total, word in zip(sums, step_words(plan, step), strict=True)

@@ -104,6 +104,15 @@ def read(
     return Probe(_snap(scale, group.size), nonfinite > 0, own_check is not None)
 
 
+def joined(absent: int, size: int) -> UnsupportedError:
+    """The error that says that ``absent`` of ``size`` ranks ran out of data."""
+    return UnsupportedError(
+        f"{absent} of {size} ranks called hvd.join() and take no part. Horovod cannot gather while "
+        "a rank has joined: give all ranks the same number of steps (drop_last, or a sampler that "
+        "pads), or use a method whose payload rides the allreduce (greco.RandomK, greco.Dense)"
+    )
+
+
 @lru_cache(maxsize=64)
 def _expected_word(members: tuple[int, ...]) -> float:
     return sum(member_word(rank) for rank in members) / len(members)
@@ -115,12 +124,7 @@ def _check_set(scale: float, mean: float, group: Group, layer: str) -> None:
         return
     # Horovod divides by the full size even when a rank has joined: less than 1 comes back.
     if inside and scale < 1 - 0.5 / group.size:
-        raise UnsupportedError(
-            f"layer {layer!r}: {group.size - round(scale * group.size)} of {group.size} ranks "
-            "called hvd.join() and take no part. Horovod cannot gather while a rank has joined: "
-            "give all ranks the same number of steps (drop_last, or a sampler that pads), or use "
-            "a method whose payload rides the allreduce (greco.RandomK, greco.Dense)"
-        )
+        raise joined(group.size - round(scale * group.size), group.size)
     raise MismatchError(
         f"layer {layer!r}: the optimizer reduces over other ranks than the compressor, whose "
         f"process set is {list(group.members)} (this is rank {group.global_rank}). Pass the same "

@@ -137,7 +137,7 @@ class Compressor:
 
     def wire_bytes(self) -> int:
         """Bytes this rank will hand to collectives in a step in which every layer takes part."""
-        total, checked = 0, False
+        total, checked, private = 0, False, False
         for slot in self._directory.slots:
             if slot.layer.name not in self._directory.trainable:
                 continue
@@ -147,7 +147,8 @@ class Compressor:
             if not isinstance(codec, DenseCodec):
                 total += carrier.LENGTH * slot.layer.work_dtype.itemsize
                 checked = True
-        return total + (Beacon.NBYTES if checked else 0)
+            private = private or codec.private
+        return total + (Beacon.NBYTES if checked else 0) + (Rounds.NBYTES if private else 0)
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes held on top of the model: ``state`` (residuals), ``buffers`` (reused each step)."""
@@ -200,10 +201,11 @@ class Compressor:
             self._rounds.pending[layer.name] = pending
             self._seen[layer.name] = (assignment.codec, assignment.level, layer.dense_bytes)
             if isinstance(codec, DenseCodec):
-                return self._start_dense(pending, codec), pending
-            self._checked = True
-            carried = self._start(pending)
-            if len(self._seen) == len(self._directory.trainable):
+                carried = self._start_dense(pending, codec)
+            else:
+                self._checked = True
+                carried = self._start(pending)
+            if self._checked and len(self._seen) == len(self._directory.trainable):
                 self._launch_beacon()
             self._rounds.advance()
             return carried, pending
@@ -261,6 +263,7 @@ class Compressor:
                 self._level = level
                 self.plan = self._uniform_plan(self.plan.epoch + 1)
         self._beacon.reset()
+        self._rounds.reset()
         self._checked = False
         self._mixed = any(
             not isinstance(self._codecs[assignment.codec], DenseCodec)
@@ -278,7 +281,9 @@ class Compressor:
                 self._deliver_dense(pending)
         self._dense = []
         self.last_report = self._ledger.close(self._step, self._seen, self._beacon.nonfinite)
-        self._step += 1
+        # While a rank has joined, the others do not count: afterwards all are at one step again.
+        if self._beacon.complete:
+            self._step += 1
         self._seen = {}
         self._directory.forget()
 
@@ -341,7 +346,9 @@ class Compressor:
                 pending.fresh = self._memory.absent_is_zero
             elif slot.already_reduced(gradient):
                 pending.fresh = False
-                repeated = gradient.sum(dtype=layer.work_dtype)
+                # In fp64: ranks with other thread counts add up in other orders, and what cancels
+                # in fp32 leaves a sum that is all rounding.
+                repeated = gradient.sum(dtype=torch.float64)
                 pending.check = float(repeated)
         slot.fresh = False
         if pending.fresh:
@@ -384,6 +391,7 @@ class Compressor:
         layer = slot.layer
         body = tensor.numel() - carrier.LENGTH
         # First of all: is everybody here? Only then may anything wait.
+        self._rounds.check_present(wait=False)
         probe = carrier.read(
             tensor[body:],
             self._group,

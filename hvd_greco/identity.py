@@ -2,8 +2,8 @@
 
 Inside Horovod's hook ``parameter.grad is tensor`` holds, so identity decides, and is verified on
 every look-up: ``id()`` and ``data_ptr()`` are recycled, and serve as hints only. With
-``sparse_as_dense=True`` the tensor is a fresh dense copy; then the parameter is the one whose
-accumulation hook ran last, or the one that Horovod's calling frame names.
+``sparse_as_dense=True`` the tensor is a fresh dense copy; then the parameter is the one that
+Horovod's calling frame names, or else the one whose accumulation hook ran last.
 """
 
 from __future__ import annotations
@@ -90,6 +90,12 @@ class Directory:
             UnknownTensorError: it is not the gradient of a parameter we were given.
             UnsupportedError: it is a parameter (Adasum), or a sparse tensor.
         """
+        if tensor.is_sparse:
+            raise UnsupportedError(
+                f"a sparse gradient of shape {tuple(tensor.shape)} was passed for compression: "
+                "with groups=, Horovod does not make it dense. Leave groups out, or use "
+                "Embedding(sparse=False)"
+            )
         slot = self._by_gradient.get(id(tensor))
         if slot is not None and slot.parameter.grad is tensor:
             return slot
@@ -104,11 +110,9 @@ class Directory:
 
     def _sparse_parent(self, tensor: torch.Tensor) -> Slot | None:
         """The slot whose sparse gradient ``tensor`` is a dense copy of."""
-        current = self._current
-        if current is not None and _is_dense_copy(tensor, current.parameter) and current.fresh:
-            return current
-        # compress <- Horovod's _allreduce_grad_async(self, p): outside of a hook only its frame
-        # tells which of several sparse parameters of one shape this is.
+        # compress <- Horovod's _allreduce_grad_async(self, p): its frame tells which of several
+        # sparse parameters of one shape this is. It comes first, since in synchronize() (half a
+        # window of backward passes, for one) the hook that ran last says nothing.
         frame: Any = sys._getframe(1)
         for _ in range(6):
             frame = frame.f_back
@@ -117,15 +121,12 @@ class Directory:
             named = frame.f_locals.get("p")
             if isinstance(named, torch.Tensor) and _is_dense_copy(tensor, named):
                 return next((slot for slot in self.slots if slot.parameter is named), None)
+        current = self._current
+        if current is not None and _is_dense_copy(tensor, current.parameter) and current.fresh:
+            return current
         return None
 
     def _unknown(self, tensor: torch.Tensor) -> Exception:
-        if tensor.is_sparse:
-            return UnsupportedError(
-                f"a sparse gradient of shape {tuple(tensor.shape)} was passed for compression: "
-                "with groups=, Horovod does not make it dense. Leave groups out, or use "
-                "Embedding(sparse=False)"
-            )
         for slot in self.slots:
             if slot.parameter is tensor:
                 return UnsupportedError(

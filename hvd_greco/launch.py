@@ -108,22 +108,61 @@ def run_ranks(
     )
     try:
         output, _ = process.communicate(timeout=timeout)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt) as stop:
-        # mpirun forwards SIGTERM to its ranks; a rank stuck in a collective needs SIGKILL.
-        for sign in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(process.pid, sign)
-            except ProcessLookupError:
-                break
-            try:
-                process.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                continue
+    except subprocess.TimeoutExpired as expired:
+        _kill(process)
         output, _ = process.communicate()
-        if isinstance(stop, subprocess.TimeoutExpired):
-            raise subprocess.TimeoutExpired(process.args, stop.timeout, output=output) from None
+        raise subprocess.TimeoutExpired(process.args, expired.timeout, output=output) from None
+    except BaseException:
+        # KeyboardInterrupt, or a test's own time limit: ranks must not outlive their caller.
+        _kill(process)
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, output or "", "")
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """End mpirun and all its ranks.
+
+    mpirun forwards SIGTERM, but a rank stuck in a collective needs SIGKILL, and ranks are in
+    process groups of their own: when mpirun itself has to be killed, they would live on, and hold
+    the pipe that we read from.
+    """
+    ranks = _descendants(process.pid)
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, sign)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            continue
+        break
+    # A number may have been given to another process meanwhile; its start time tells.
+    for pid, started in ranks.items():
+        if _stat(pid)[1] == started:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def _stat(pid: int) -> tuple[int, int]:
+    """Parent and start time of a process; zeros if there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0, 0
+    return int(fields[1]), int(fields[19])
+
+
+def _descendants(root: int) -> dict[int, int]:
+    """All processes below ``root``, with their start times."""
+    found = {int(path.name): _stat(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+    below, size = {root}, 0
+    while len(below) > size:
+        size = len(below)
+        below |= {pid for pid, (parent, _) in found.items() if parent in below}
+    return {pid: found[pid][1] for pid in below - {root}}
 
 
 def python_command(*arguments: str) -> list[str]:

@@ -21,10 +21,13 @@ if TYPE_CHECKING:
     from .compressor import Compressor
 
 #: Options of every method, beside the codec's own, with a value that shows their type.
-_COMMON: Mapping[str, Any] = {"memory": "", "min_numel": 0, "seed": 0}
+_COMMON: Mapping[str, Any] = {"memory": "", "exchange": "", "min_numel": 0, "seed": 0}
 
 #: The order of tables; what is not named here follows by name.
-_ORDER = ("dense", "fp16", "bf16", "topk", "randomk")
+_ORDER = (
+    "dense", "fp16", "bf16", "topk", "dgc", "sharedtopk", "randomk",
+    "qsgd", "natural", "sign", "summable", "powersgd", "acp",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from . import carrier
 from .codecs.base import Codec, Level, StepContext, Turn
 from .exchange.base import Group
 from .identity import Slot
@@ -60,12 +61,21 @@ class Pending:
 class Rounds:
     """The private exchanges of one compressor: started in hooks, moved on whenever possible.
 
+    A step's first private payload is preceded by a roll call, one small allreduce, and all of
+    them are held back until it is answered. A rank that called ``hvd.join()`` must never meet an
+    allgather or alltoall of ours: Horovod 0.28.1 refuses the first of a name as it should, but
+    crashes its background thread on one that its response cache knows, and the others then hang
+    in MPI where no stall limit reaches them. The answer comes during the backward pass.
+
     Args:
         group: our ranks.
         prefix: start of the names of our collectives.
         ledger: where bytes are counted.
         vector: forms a layer's vector again, for codecs that need it in a later round.
     """
+
+    #: Bytes of the roll call.
+    NBYTES = 4
 
     def __init__(
         self,
@@ -82,12 +92,45 @@ class Rounds:
         self.pending: dict[str, Pending] = {}
         #: Those of them whose last round was not submitted yet.
         self._owing: list[Pending] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a step."""
+        #: Layers whose first round waits for the roll call.
+        self._held: list[Pending] = []
+        self._roll_call: Any = None
+        #: How many ranks answered it; None: not known yet.
+        self._present: int | None = None
 
     def submit(self, pending: Pending) -> None:
-        """Start the collective of a private layer's present round."""
+        """Start a private layer's first round as soon as all ranks are known to take part."""
         # A rank outside the process set submits nothing: its decompress will say what is wrong.
         if self._group.rank < 0:
             return
+        if self._roll_call is None:
+            ones = Payload(Kind.SUM, torch.ones(1))
+            self._roll_call = self._group.submit(f"{self._prefix}/present", ones)
+            self._ledger.add(None, Kind.SUM, self.NBYTES, self._group.size)
+        self._held.append(pending)
+
+    def check_present(self, wait: bool) -> None:
+        """Raise if the roll call is answered (or after waiting for that) and a rank is missing.
+
+        Raises:
+            UnsupportedError: a rank called ``hvd.join()``.
+        """
+        if self._called(wait) and self._present != self._group.size:
+            raise carrier.joined(self._group.size - (self._present or 0), self._group.size)
+
+    def _called(self, wait: bool) -> bool:
+        """Whether the roll call is answered."""
+        if self._present is None and self._roll_call is not None:
+            if not (wait or self._group.poll(self._roll_call)):
+                return False
+            self._present = round(self._group.wait(self._roll_call).buffer.item())
+        return self._present is not None
+
+    def _send(self, pending: Pending) -> None:
         name = pending.slot.layer.name
         pending.ticket = self._group.submit(f"{self._prefix}/{name}/{pending.round}", pending.sent)
         self._count(name, pending.sent)
@@ -107,6 +150,10 @@ class Rounds:
 
         Returns whether this rank still owes a round to the others.
         """
+        if self._held and self._called(wait=False) and self._present == self._group.size:
+            held, self._held = self._held, []
+            for pending in held:
+                self._send(pending)
         while ready := [p for p in self._owing if self._group.poll(p.ticket)]:
             by_codec: dict[int, list[Pending]] = {}
             for pending in ready:
@@ -123,6 +170,7 @@ class Rounds:
         hold back the next round of the very layer that another rank waits for. While any round
         is owed, every layer moves on.
         """
+        self.check_present(wait=True)
         while self.advance():
             if not pending.owes_rounds and self._group.poll(pending.ticket):
                 break
@@ -132,7 +180,7 @@ class Rounds:
     def abandon(self) -> None:
         """Bring what was started to its end, so that its names are free again, and forget it."""
         for pending in self.pending.values():
-            if pending.ticket is not None:
+            if pending.ticket is not None or pending in self._held:
                 self.finish(pending)
         self.pending = {}
 
@@ -152,4 +200,4 @@ class Rounds:
         for pending, sent in zip(batch, batch[0].codec.next_rounds(turns), strict=True):
             pending.sent = sent
             pending.round += 1
-            self.submit(pending)
+            self._send(pending)

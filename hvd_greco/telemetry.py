@@ -33,7 +33,8 @@ class StepReport:
     Attributes:
         step: how many steps were completed before it.
         layers: one report for each layer that took part.
-        beacon_bytes: bytes of the one collective a step that carries the checks of all layers.
+        beacon_bytes: bytes of the two small collectives a step that all layers share: the roll
+            call and the checks.
         network_bytes: bytes that this rank must put on the link for all of it, by the best-known
             algorithm of each collective (``payload.network_bytes``).
         nonfinite: some rank had inf or NaN in some layer, and no state was changed.
@@ -70,7 +71,7 @@ class Ledger:
         self._network = 0
 
     def add(self, layer: str | None, kind: Kind, nbytes: int, world_size: int) -> None:
-        """Count one collective; ``layer`` None means the beacon."""
+        """Count one collective; ``layer`` None means what all layers share."""
         if layer is None:
             self._beacon += nbytes
         else:

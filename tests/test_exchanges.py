@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from simulate import Outcome, gaussian, run
 
 from hvd_greco import Dense, LocalGroup, RandomK, TopK, registry
 from hvd_greco.buffers import Buffers
@@ -23,6 +22,7 @@ from hvd_greco.layers import Layer, LayerState
 from hvd_greco.memories.base import Memory
 from hvd_greco.payload import Hosts, Kind, Payload, Reduced, Scope
 from hvd_greco.plan import Assignment, Plan
+from simulate import Outcome, gaussian, run
 
 Pairs = list[tuple[str, torch.Tensor]]
 SHAPES: dict[str, tuple[int, ...]] = {

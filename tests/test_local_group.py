@@ -6,12 +6,12 @@ import time
 
 import pytest
 import torch
-from simulate import gaussian, run
 
 from hvd_greco import LocalGroup, TopK
 from hvd_greco.errors import ConfigError, MismatchError, StallError
 from hvd_greco.exchange.local import LocalMember
 from hvd_greco.payload import Kind, Payload
+from simulate import gaussian, run
 
 
 def test_results_come_in_rank_order() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from simulate import gaussian, run
 
 from hvd_greco import Dense, LocalGroup, RandomK, TopK
 from hvd_greco.codecs.sparse_wire import sparse_layout
 from hvd_greco.compressor import Compressor
 from hvd_greco.exchange.local import LocalMember
+from simulate import gaussian, run
 
 SHAPES = {"big": (300, 200), "small": (90, 50), "bias": (100,)}
 COMPRESSED = 300 * 200 + 90 * 50

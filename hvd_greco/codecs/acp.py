@@ -65,6 +65,7 @@ class ACPCodec(Codec):
     """
 
     name = "acp"
+    private = False
 
     def check_level(self, level: Level) -> Level:
         return check_rank(level)

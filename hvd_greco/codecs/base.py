@@ -69,10 +69,12 @@ class Codec(ABC):
     Attributes:
         name: short name, used in plans and reports.
         rounds: number of communication rounds.
+        private: payloads travel by collectives of our own; False: their kind is ``CARRIED``.
     """
 
     name: str
     rounds: int = 1
+    private: bool = True
 
     def adapt_to(self, memory: str) -> None:
         """Learn which memory the codec works with, before anything else is asked of it."""

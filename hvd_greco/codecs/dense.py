@@ -27,6 +27,8 @@ class DenseCodec(Codec):
             become zero.
     """
 
+    private = False
+
     def __init__(self, wire: str = "native") -> None:
         if wire not in WIRES:
             raise ConfigError(f"wire: {wire!r} is none of {', '.join(WIRES)}, bf16")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .. import kernels
 from ..layers import Layer, LayerState
 from ..payload import Hosts, Kind, Payload, Reduced, Scope, network_bytes
 from .base import Codec, Level, StepContext, Turn
@@ -165,7 +166,7 @@ class HierarchicalCodec(WrapperCodec):
         payload = self.inner.encode(layer, state, vector, level, context)
         finite = payload.finite
         if finite is None:
-            finite = torch.linalg.vector_norm(vector, float("inf")).isfinite()
+            finite = kernels.all_finite(vector)
         return self._to_hosts(payload, _Between(payload, mean, finite))
 
     def _to_hosts(self, payload: Payload, known: _Between) -> Payload:

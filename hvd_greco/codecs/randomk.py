@@ -39,6 +39,7 @@ class RandomKCodec(Codec):
     """
 
     name = "randomk"
+    private = False
 
     def __init__(self) -> None:
         self._rescale = False
@@ -78,9 +79,8 @@ class RandomKCodec(Codec):
         values = vector[indices]
         if self._rescale:
             values *= layer.numel / indices.numel()
-        # The largest magnitude is NaN or inf exactly when an entry is, sent or not.
-        finite = torch.linalg.vector_norm(vector, float("inf")).isfinite()
-        return Payload(Kind.CARRIED, values, own=indices, finite=finite)
+        # Whether the vector is finite is left to the compressor: most entries are not sent.
+        return Payload(Kind.CARRIED, values, own=indices)
 
     def encode_absent(
         self,

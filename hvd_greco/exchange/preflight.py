@@ -8,6 +8,7 @@ import warnings
 import horovod.torch as hvd
 
 from ..errors import LaunchError
+from .mpi import shut_down_before_finalize
 
 #: Set by mpirun (Open MPI; MPICH and its kin) for the ranks it starts.
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -53,3 +54,4 @@ def check_launch() -> None:
             "needs. Something called MPI_Init before hvd.init(): import mpi4py after hvd.init(), "
             'or leave mpi4py.rc.thread_level at its default ("multiple")'
         )
+    shut_down_before_finalize()

@@ -1,0 +1,1 @@
+"""What runs on the ranks. Each module holds checks (see ``registry``) or whole scripts."""
