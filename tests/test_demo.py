@@ -29,6 +29,10 @@ CLI = [sys.executable, "-c", "from hvd_greco.cli import main; main()", "demo"]
 LIMIT = 240
 
 
+def _heed_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start_cli(*arguments: str, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*CLI, *arguments],
@@ -36,6 +40,8 @@ def start_cli(*arguments: str, **env: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "COLUMNS": "200", **env},
+        # A suite started in the background ignores Ctrl-C, and its children would inherit that.
+        preexec_fn=_heed_interrupts,
     )
 
 

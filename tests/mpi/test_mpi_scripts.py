@@ -24,7 +24,7 @@ def _ends(run: Run, *, ok: bool) -> None:
 
 @pytest.mark.parametrize("which", ["optimizer", "compressor"])
 def test_process_set_given_to_one_of_the_two(which: str) -> None:
-    """Case 31: every rank that takes part says so, at once, though others never come."""
+    """case 31: every rank that takes part says so, at once, though others never come."""
     run = script(f"process_set_for_the_{which}_alone", ranks=3)
     _ends(run, ok=False)
     told = run.told("method")
@@ -62,7 +62,7 @@ def test_a_round_that_never_comes_fails_by_the_stall_limit() -> None:
 
 
 def test_a_rank_that_raises_ends_the_job() -> None:
-    """Case 12, in its kind: non-zero in bounded time, whatever the others wait for."""
+    """case 12, in its kind: non-zero in bounded time, whatever the others wait for."""
     run = script("one_rank_raises_while_encoding")
     _ends(run, ok=False)
     assert any(r["rank"] == 1 and r["error"] == "TypeError" for r in run.told("error"))
@@ -70,7 +70,7 @@ def test_a_rank_that_raises_ends_the_job() -> None:
 
 
 def test_a_rank_that_joins_ends_the_job_with_advice() -> None:
-    """Case 14: uneven batches with private payloads; Horovod alone would hang for ever here."""
+    """case 14: uneven batches with private payloads; Horovod alone would hang for ever here."""
     run = script("one_rank_joins")
     _ends(run, ok=False)
     errors = {record["rank"]: record for record in run.told("error")}
@@ -89,7 +89,7 @@ def test_a_rank_that_joins_ends_the_job_with_advice() -> None:
     ],
 )
 def test_mpi4py_beside_horovod(name: str, finalized: bool | None) -> None:
-    """Case 15: MPI started by either, and finalised by either or both: a clean exit."""
+    """case 15: MPI started by either, and finalised by either or both: a clean exit."""
     run = script(name)
     _ends(run, ok=True)
     assert {record["rank"] for record in run.told("trained")} == {0, 1}
@@ -102,7 +102,7 @@ def test_mpi4py_beside_horovod(name: str, finalized: bool | None) -> None:
 
 
 def test_thread_level_below_multiple() -> None:
-    """Case 15: the error names the level, who may have set it, and what to do."""
+    """case 15: the error names the level, who may have set it, and what to do."""
     run = script("thread_level_below_multiple")
     _ends(run, ok=False)
     errors = run.told("error")
@@ -129,7 +129,7 @@ def _plain(name: str, folder: Path) -> Run:
 
 
 def test_each_process_sees_itself_alone(tmp_path: Path) -> None:
-    """Case 16: mpirun's size is not Horovod's; training apart would look like success."""
+    """case 16: mpirun's size is not Horovod's; training apart would look like success."""
     run = _plain("launcher_of_another_mpi", tmp_path)
     _ends(run, ok=False)
     (error,) = run.told("error")
@@ -179,7 +179,7 @@ print("compressed")
 
 @pytest.mark.parametrize("cupy", ["absent or working", "broken"])
 def test_import_without_a_gpu(cupy: str, tmp_path: Path) -> None:
-    """Case 32: no GPU, or a CuPy that cannot be imported: everything works on the CPU."""
+    """case 32: no GPU, or a CuPy that cannot be imported: everything works on the CPU."""
     if cupy == "broken":
         for name in ("cupy", "numba"):
             (tmp_path / f"{name}.py").write_text("raise RuntimeError('CUDA driver not found')\n")

@@ -30,7 +30,7 @@ def _odd(world: World, odd: Any, even: Any) -> Any:
 
 @check()
 def density_differs(world: World) -> None:
-    """Case 11: the layer's name and both values, on both ranks."""
+    """case 11: the layer's name and both values, on both ranks."""
     density = _odd(world, 0.1, 0.05)
     _disagree(
         world,
@@ -50,7 +50,7 @@ def seed_differs(world: World, method: str) -> None:
 
 @check()
 def excluded_layer_differs(world: World) -> None:
-    """Case 11: a layer that is dense on one rank and compressed on the other."""
+    """case 11: a layer that is dense on one rank and compressed on the other."""
     # bf16's carriers have one size whatever the layer; a dense gradient's size would differ, which
     # Horovod itself refuses. So the layers are told apart by min_numel, below the smallest.
     memory = _odd(world, "ef21", "ef")
@@ -63,7 +63,7 @@ def excluded_layer_differs(world: World) -> None:
 
 @check()
 def one_rank_is_a_step_behind(world: World) -> None:
-    """Case 11: the steps of both ranks are in the message."""
+    """case 11: the steps of both ranks are in the message."""
     job = Job(world, "topk")
     for step in range(2):
         job.net.backward(gradients_of(world.rank, step))
@@ -78,7 +78,7 @@ def one_rank_is_a_step_behind(world: World) -> None:
 
 @check(each=("topk", "randomk", "bf16"))
 def synchronized_twice_on_one_rank(world: World, method: str) -> None:
-    """Case 20: a rank that repeats synchronize() while another has a new gradient is told so."""
+    """case 20: a rank that repeats synchronize() while another has a new gradient is told so."""
     job = Job(world, method)
     job.net.backward(gradients_of(world.rank, 0))
     job.optimizer.synchronize()
@@ -93,7 +93,7 @@ def synchronized_twice_on_one_rank(world: World, method: str) -> None:
 
 @check(each=ROUTES)
 def reduced_gradient_changed_on_one_rank(world: World, method: str) -> None:
-    """Case 20: clipping that differs between ranks, followed by a second synchronize()."""
+    """case 20: clipping that differs between ranks, followed by a second synchronize()."""
     job = Job(world, method)
     job.net.backward(gradients_of(world.rank, 0))
     job.optimizer.synchronize()
@@ -107,7 +107,7 @@ def reduced_gradient_changed_on_one_rank(world: World, method: str) -> None:
 
 @check()
 def payload_sizes_of_carried_layers_differ(world: World) -> None:
-    """Case 11: Horovod compares carried sizes before we can; an error in any case, and no hang."""
+    """case 11: Horovod compares carried sizes before we can; an error in any case, and no hang."""
     density = _odd(world, 0.1, 0.05)
     job = Job(world, lambda named, **options: greco.RandomK(named, density, **options))
     job.net.backward(gradients_of(world.rank, 0))
@@ -118,7 +118,7 @@ def payload_sizes_of_carried_layers_differ(world: World) -> None:
 
 @check(sizes=(2,), each=("topk", "randomk", "bf16", "dense"))
 def models_differ(world: World, method: str) -> None:
-    """Case 11: one rank has a larger model."""
+    """case 11: one rank has a larger model."""
     from .support import METHODS
 
     shapes: dict[str, tuple[int, ...]] = {"first": _odd(world, (40, 60), (40, 50))}

@@ -81,7 +81,7 @@ def loss_scale_that_is_not_a_number(world: World) -> None:
 
 @check(sizes=(2,))
 def sparse_gradients_with_groups(world: World) -> None:
-    """Case 30, case 31: Horovod hands over sparse gradients with groups=; refused with advice."""
+    """case 30, case 31: Horovod hands over sparse gradients with groups=; refused with advice."""
     table = torch.nn.Embedding(60, 40, sparse=True)
     named = [(f"{world.name}/table", table.weight)]
     optimizer = hvd.DistributedOptimizer(
@@ -111,7 +111,7 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 @check()
 def launcher_started_more_ranks(world: World) -> None:
-    """Case 16: Horovod sees some, but not all, of the launcher's ranks: noticed at start."""
+    """case 16: Horovod sees some, but not all, of the launcher's ranks: noticed at start."""
     with _variable("OMPI_COMM_WORLD_SIZE", "7"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         greco.TopK(Net(world).named())

@@ -30,7 +30,7 @@ from .support import (
 
 @check(each=METHODS)
 def op_average(world: World, method: str) -> None:
-    """Case 1, 8: the mean of what the ranks sent, each its own choice; the rest is the residual."""
+    """case 1, 8: the mean of what the ranks sent, each its own choice; the rest is the residual."""
     run_against_oracle(world, method, op=hvd.Average)
 
 
@@ -46,13 +46,13 @@ def gradient_predivide(world: World, method: str) -> None:
 
 @check(each=ROUTES)
 def groups_as_a_number(world: World, method: str) -> None:
-    """Case 31."""
+    """case 31."""
     run_against_oracle(world, method, groups=2)
 
 
 @check(each=ROUTES)
 def groups_as_lists(world: World, method: str) -> None:
-    """Case 31: one list, and a parameter that is in none."""
+    """case 31: one list, and a parameter that is in none."""
     net = Net(world)
     lists = [[net.get_parameter("first"), net.get_parameter("small")]]
     run_against_oracle(world, method, net=net, groups=lists)
@@ -60,13 +60,13 @@ def groups_as_lists(world: World, method: str) -> None:
 
 @check(each=ROUTES)
 def two_backward_passes(world: World, method: str) -> None:
-    """Case 21: compressed once a step, on the sum of the passes."""
+    """case 21: compressed once a step, on the sum of the passes."""
     run_against_oracle(world, method, passes=lambda step: 2, backward_passes_per_step=2)
 
 
 @check(each=ROUTES)
 def partial_last_window(world: World, method: str) -> None:
-    """Case 21: the last step has fewer passes than the others."""
+    """case 21: the last step has fewer passes than the others."""
     run_against_oracle(
         world,
         method,
@@ -78,7 +78,7 @@ def partial_last_window(world: World, method: str) -> None:
 
 @check(sizes=(3,), each=ROUTES)
 def process_set_of_two(world: World, method: str) -> None:
-    """Case 31: ranks 0 and 1 train with compression, divided by two; all three do beside it."""
+    """case 31: ranks 0 and 1 train with compression, divided by two; all three do beside it."""
     inside = world.rank in (0, 1)
     pair = Job(
         world,
@@ -122,7 +122,7 @@ class Embeddings(torch.nn.Module):
 
 @check(each=("dense copies", "left sparse", "dense copies, two passes"))
 def sparse_embeddings(world: World, how: str) -> None:
-    """Case 30: with density 1 each must train as stock Horovod trains it, layer by layer."""
+    """case 30: with density 1 each must train as stock Horovod trains it, layer by layer."""
     as_dense = how != "left sparse"
     passes = 2 if "two passes" in how else 1
     models = []
@@ -166,7 +166,7 @@ def sparse_embeddings(world: World, how: str) -> None:
 
 @check(each=FEEDBACK)
 def sparse_embeddings_compressed(world: World, method: str) -> None:
-    """Case 30: with compression, sent and kept add up for each of two embeddings of one shape."""
+    """case 30: with compression, sent and kept add up for each of two embeddings of one shape."""
     torch.manual_seed(5)
     model = Embeddings()
     named = [(f"{world.name}/{n}", p) for n, p in model.named_parameters()]
@@ -204,7 +204,7 @@ def sparse_embeddings_compressed(world: World, method: str) -> None:
 
 @check(each=("skip", "no skip"))
 def synchronize_clip_step(world: World, how: str) -> None:
-    """Case 20: compressed exactly once, whether or not step() synchronizes again."""
+    """case 20: compressed exactly once, whether or not step() synchronizes again."""
     for method in ROUTES:
         net = Net(world, prefix=f"{world.name}/{method}")
         job = Job(world, method, net, lr=0.5)
@@ -242,7 +242,7 @@ def synchronize_clip_step(world: World, how: str) -> None:
 
 @check(each=FEEDBACK)
 def repeat_with_unlike_threads(world: World, method: str) -> None:
-    """Case 20: a repeated synchronize() is no error where ranks add up in different orders."""
+    """case 20: a repeated synchronize() is no error where ranks add up in different orders."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1 + world.rank)
     try:
@@ -356,7 +356,7 @@ def one_compressor_for_two_optimizers(world: World, method: str) -> None:
 
 @check(sizes=(2,), each=("topk", "dense"))
 def adasum_is_refused(world: World, method: str) -> None:
-    """Case 31: refused, with the reason, before anything is sent."""
+    """case 31: refused, with the reason, before anything is sent."""
     job = Job(world, method, op=hvd.Adasum)
     with raises(greco.UnsupportedError, "Adasum", "hvd.Average", "first"):
         job.net.backward({"first": gradients_of(world.rank, 0)["first"]})
@@ -478,7 +478,7 @@ def density_one_is_dense(world: World, method: str) -> None:
 
 @check(each=FEEDBACK)
 def conservation(world: World, method: str) -> None:
-    """Case 8: for op Sum, decoded + sum of new residuals = sum of gradients and old residuals."""
+    """case 8: for op Sum, decoded + sum of new residuals = sum of gradients and old residuals."""
     job = Job(world, method, op=hvd.Sum)
     held = {name: torch.zeros(shape) for name, shape in job.shapes().items()}
     for step in range(6):

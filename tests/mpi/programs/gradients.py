@@ -31,7 +31,7 @@ from .support import (
 
 @check(each=ROUTES)
 def absent_on_alternating_ranks(world: World, method: str) -> None:
-    """Case 9, case 10: zero contribution there, no NaN, and that rank's residual stays as it was.
+    """case 9, case 10: zero contribution there, no NaN, and that rank's residual stays as it was.
 
     Horovod submits such gradients in the order of a set, which differs between ranks.
     """
@@ -46,7 +46,7 @@ def absent_on_alternating_ranks(world: World, method: str) -> None:
 
 @check(each=ROUTES)
 def absent_residual_is_bitwise_kept(world: World, method: str) -> None:
-    """Case 9: the rank without a gradient keeps its residual to the last bit."""
+    """case 9: the rank without a gradient keeps its residual to the last bit."""
     job = Job(world, method)
     job.net.backward(gradients_of(world.rank, 0))
     job.optimizer.step()
@@ -67,7 +67,7 @@ def absent_residual_is_bitwise_kept(world: World, method: str) -> None:
 
 @check(each=ROUTES)
 def absent_everywhere_on_one_rank(world: World, method: str) -> None:
-    """Case 9: a rank that runs no backward pass at all in some steps."""
+    """case 9: a rank that runs no backward pass at all in some steps."""
     run_against_oracle(
         world, method, steps=6, absent=lambda rank, step, name: rank == step % (world.size + 1)
     )
@@ -75,7 +75,7 @@ def absent_everywhere_on_one_rank(world: World, method: str) -> None:
 
 @check(each=ROUTES)
 def absent_on_all_ranks(world: World, method: str) -> None:
-    """Case 13: empty payloads from everybody take part, and give zeros."""
+    """case 13: empty payloads from everybody take part, and give zeros."""
     run_against_oracle(
         world, method, steps=4, absent=lambda rank, step, name: name == "first" and step != 2
     )
@@ -83,7 +83,7 @@ def absent_on_all_ranks(world: World, method: str) -> None:
 
 @check(each=METHODS)
 def parameter_without_elements(world: World, method: str) -> None:
-    """Case 13: a parameter of no elements, beside others and with min_numel=0."""
+    """case 13: a parameter of no elements, beside others and with min_numel=0."""
     shapes = {**SHAPES, "void": (0, 5)}
     job = Job(world, method, Net(world, shapes), compression={"min_numel": 0})
     oracle = Oracle(range(world.size), method, job.compressed())
@@ -100,7 +100,7 @@ def parameter_without_elements(world: World, method: str) -> None:
 
 @check(each=METHODS)
 def zeros_give_zeros(world: World, method: str) -> None:
-    """Case 19: all-zero gradients on all ranks give exact zeros and a finite residual."""
+    """case 19: all-zero gradients on all ranks give exact zeros and a finite residual."""
     job = Job(world, method)
     zeros: Gradients = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for _ in range(2):
@@ -120,7 +120,7 @@ def zeros_give_zeros(world: World, method: str) -> None:
 
 @check(each=ROUTES)
 def order_and_memory_change(world: World, method: str) -> None:
-    """Case 2: a residual follows its parameter, though gradients of one shape swap memory.
+    """case 2: a residual follows its parameter, though gradients of one shape swap memory.
 
     The order of the backward pass differs from step to step and from rank to rank, and each
     gradient is a new tensor, so that addresses and ids come back for the other parameter.
@@ -135,7 +135,7 @@ def order_and_memory_change(world: World, method: str) -> None:
 
 @check(each=ROUTES)
 def results_are_the_users(world: World, method: str) -> None:
-    """Case 7: what decompress returned is overwritten and added to; our state does not change."""
+    """case 7: what decompress returned is overwritten and added to; our state does not change."""
     job = Job(world, method)
     oracle = Oracle(range(world.size), method)
     carry = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
@@ -195,7 +195,7 @@ def _scaled_step(
 
 @check(each=[f"{m} {where}" for m in ROUTES for where in ("first", "third", "small")])
 def overflow_under_amp(world: World, what: str) -> None:
-    """Case 17: inf or NaN in one layer of one rank: every scaler skips, no residual changes.
+    """case 17: inf or NaN in one layer of one rank: every scaler skips, no residual changes.
 
     The layer may be one that goes dense; and of random-k's the entry may not be drawn.
     """
@@ -234,7 +234,7 @@ def overflow_under_amp(world: World, what: str) -> None:
 
 @check(each=ROUTES)
 def loss_recovers_after_overflow(world: World, method: str) -> None:
-    """Case 17: a real model under AMP, whose loss overflows on one rank, goes on learning."""
+    """case 17: a real model under AMP, whose loss overflows on one rank, goes on learning."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Tanh(), torch.nn.Linear(60, 40))
     named = [(f"{world.name}/{n}", p) for n, p in model.named_parameters()]
@@ -263,7 +263,7 @@ def loss_recovers_after_overflow(world: World, method: str) -> None:
 
 @check(each=ROUTES)
 def loss_scale_doubles_and_halves(world: World, method: str) -> None:
-    """Case 18: the trajectory is that of training without scaling, bit for bit."""
+    """case 18: the trajectory is that of training without scaling, bit for bit."""
     scale = [1.0]
     plain = Job(world, method, Net(world, prefix=f"{world.name}/plain"))
     scaled = Job(
@@ -301,7 +301,7 @@ def loss_scale_doubles_and_halves(world: World, method: str) -> None:
 
 @check(each=FEEDBACK)
 def uneven_batches_with_join(world: World, method: str) -> None:
-    """Case 14: hvd.join(). Private payloads are refused at once, with advice; carried ones work."""
+    """case 14: hvd.join(). Private payloads are refused at once, with advice; carried ones work."""
     job = Job(world, method)
     # Two epochs: after the first, all ranks are together again.
     for epoch in range(2):
@@ -328,7 +328,7 @@ def uneven_batches_with_join(world: World, method: str) -> None:
 
 @check()
 def join_keeps_the_sum(world: World) -> None:
-    """Case 14: what a step with a joined rank returns is the present ranks' sum over all ranks."""
+    """case 14: what a step with a joined rank returns is the present ranks' sum over all ranks."""
     job = Job(world, "randomk")
     held = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(2):

@@ -23,7 +23,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 @check(each=[f"{method} {dtype}" for method in METHODS for dtype in DTYPES])
 def parameters_of_other_dtypes(world: World, what: str) -> None:
-    """Case 4: bf16, fp16 and fp64 models with each method; the dtype goes in and comes out."""
+    """case 4: bf16, fp16 and fp64 models with each method; the dtype goes in and comes out."""
     method, dtype = what.split()
     net = Net(world, dtype=DTYPES[dtype])
     job = Job(world, method, net)
@@ -46,7 +46,7 @@ def parameters_of_other_dtypes(world: World, what: str) -> None:
 
 @check()
 def fp64_is_not_rounded_to_fp32(world: World) -> None:
-    """Case 4: top-k of fp64 gradients returns them to fp64's precision."""
+    """case 4: top-k of fp64 gradients returns them to fp64's precision."""
     job = Job(world, "topk", Net(world, dtype=torch.float64))
     net = job.net
     gradients: Gradients = {
@@ -64,7 +64,7 @@ def fp64_is_not_rounded_to_fp32(world: World) -> None:
 
 @check(each=METHODS)
 def fp16_near_the_top(world: World, method: str) -> None:
-    """Case 6: gradients of 60,000 in fp16, predivided once: finite, and the mean is right."""
+    """case 6: gradients of 60,000 in fp16, predivided once: finite, and the mean is right."""
     net = Net(world, dtype=torch.float16)
     job = Job(world, method, net, lr=0.0, gradient_predivide_factor=float(world.size))
     gradients: Gradients = {}
@@ -86,7 +86,7 @@ def fp16_near_the_top(world: World, method: str) -> None:
 
 @check(each=METHODS)
 def fp16_near_the_bottom(world: World, method: str) -> None:
-    """Case 6: fp32 gradients of 1e-8 and 1e-6: finite, never of the wrong sign or blown up."""
+    """case 6: fp32 gradients of 1e-8 and 1e-6: finite, never of the wrong sign or blown up."""
     for size in (1e-8, 1e-6):
         net = Net(world, prefix=f"{world.name}/{size}")
         job = Job(world, method, net, lr=0.0, gradient_predivide_factor=2.0)
@@ -106,7 +106,7 @@ def fp16_near_the_bottom(world: World, method: str) -> None:
 
 @check(each=("topk", "randomk", "bf16"))
 def norms_of_1_and_1000(world: World, method: str) -> None:
-    """Case 5: ranks whose gradients differ a thousandfold keep their shares of the mean."""
+    """case 5: ranks whose gradients differ a thousandfold keep their shares of the mean."""
     job = Job(world, method)
     oracle = Oracle(range(world.size), method)
     for step in range(3):

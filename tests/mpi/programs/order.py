@@ -59,7 +59,7 @@ class Slow(torch.autograd.Function):
 
 @check()
 def rounds_move_on_during_backward(world: World) -> None:
-    """Case 10: second rounds are submitted from hooks, long before the first decompress."""
+    """case 10: second rounds are submitted from hooks, long before the first decompress."""
     layers = 24
     torch.manual_seed(0)
     weights = [torch.nn.Parameter(torch.randn(40, 40) / 7) for _ in range(layers)]
@@ -96,7 +96,7 @@ def rounds_move_on_during_backward(world: World) -> None:
 
 @check(each=ROUTES)
 def orders_differ_between_ranks(world: World, method: str) -> None:
-    """Case 10: 50 steps in which each rank submits in an order of its own, some layers absent."""
+    """case 10: 50 steps in which each rank submits in an order of its own, some layers absent."""
     shapes: dict[str, tuple[int, ...]] = {
         f"layer{i}": (40, 30) if i % 3 else (1100 + i,) for i in range(9)
     }
