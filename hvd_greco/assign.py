@@ -31,7 +31,9 @@ def uniform_plan(
     bytes on the link than its gradient does, with as many ranks as there are.
     """
     if isinstance(exclude, str):
-        raise ConfigError(f"exclude: needs a sequence of patterns, got the string {exclude!r}")
+        raise ConfigError(
+            f"exclude: needs a sequence of patterns, got the string {exclude!r}; pass ({exclude!r},)"
+        )
     assignments, facts = {}, {**context, **codec.context()}
     for layer in layers:
         tail = carrier.LENGTH * layer.work_dtype.itemsize

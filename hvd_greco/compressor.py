@@ -65,7 +65,8 @@ class Compressor:
 
     Attributes:
         plan: the :class:`~hvd_greco.plan.Plan` in force.
-        last_report: :class:`~hvd_greco.telemetry.StepReport` of the last completed step.
+        last_report: :class:`~hvd_greco.telemetry.StepReport` of the last completed step. None
+            before it, and always in a job of one rank: Horovod calls no compressor there.
 
     Raises:
         ConfigError: an argument cannot work.
@@ -173,7 +174,7 @@ class Compressor:
 
     # -- what Horovod calls ------------------------------------------------------------------
 
-    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def compress(self, tensor: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
         """Start one layer's exchange; called by Horovod's hook, or at the start of synchronize().
 
         Args:
@@ -188,6 +189,13 @@ class Compressor:
         twice in one step: nothing is exchanged again), or one the user wrote by hand (compressed
         like any other).
         """
+        if tensor is None:
+            # Called on the class: Horovod's own compressors are classes, and ours are easily
+            # passed as one.
+            raise ConfigError(
+                "compression: got the class; pass an object, for instance "
+                "compression=greco.TopK(model.named_parameters())"
+            )
         with self._lock:
             slot = self._directory.find(tensor)
             layer = slot.layer

@@ -62,8 +62,8 @@ class Payload:
 
     Attributes:
         kind: how it is combined.
-        buffer: what is sent: 1-D, contiguous, a dtype that the collective takes (see
-            design.md §1: no bf16 anywhere, no uint8 in an allreduce). May be empty for GATHER.
+        buffer: what is sent: 1-D, contiguous, a dtype that the collective takes
+            (Horovod: no bf16 anywhere, no uint8 in an allreduce). May be empty for GATHER.
         splits: for SCATTER, the number of elements for each rank.
         own: what the codec needs to know of its own contribution later; never sent.
         scope: which ranks take part (hierarchical exchanges; else all).
