@@ -32,7 +32,7 @@ def uniform_plan(
     """
     if isinstance(exclude, str):
         raise ConfigError(
-            f"exclude: needs a sequence of patterns, got the string {exclude!r}; pass ({exclude!r},)"
+            f"exclude: needs a sequence of patterns, got {exclude!r}; pass ({exclude!r},)"
         )
     assignments, facts = {}, {**context, **codec.context()}
     for layer in layers:
