@@ -41,7 +41,8 @@ from .errors import (
 if TYPE_CHECKING:
     from .codecs.base import Codec
     from .compressor import Compressor
-    from .constructors import Dense, RandomK, TopK
+    from .constructors import Dense
+    from .exchange.hosts import host_process_sets
     from .exchange.local import LocalGroup
     from .layers import Layer, LayerState
     from .payload import Payload
@@ -52,10 +53,9 @@ if TYPE_CHECKING:
 _LAZY = {
     "Compressor": "compressor",
     "Dense": "constructors",
-    "RandomK": "constructors",
-    "TopK": "constructors",
     "Codec": "codecs.base",
     "LocalGroup": "exchange.local",
+    "host_process_sets": "exchange.hosts",
     "Layer": "layers",
     "LayerState": "layers",
     "Payload": "payload",
@@ -65,6 +65,9 @@ _LAZY = {
 }
 
 __all__ = [
+    "ACP",
+    "DGC",
+    "QSGD",
     "Codec",
     "Compressor",
     "ConfigError",
@@ -77,25 +80,38 @@ __all__ = [
     "LayerState",
     "LocalGroup",
     "MismatchError",
+    "Natural",
     "NotInitializedError",
     "Payload",
     "Plan",
+    "PowerSGD",
     "RandomK",
+    "SharedTopK",
+    "Sign",
     "StallError",
     "StepReport",
+    "SummableQuant",
     "TopK",
     "UnknownTensorError",
     "UnsupportedError",
     "WireError",
     "__version__",
+    "host_process_sets",
 ]
 
 
 def __getattr__(name: str) -> Any:
     module = _LAZY.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    if module is not None:
+        value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    else:
+        # Constructors of codecs (TopK, RandomK, ...) are made from the registry.
+        value = None
+        if name[:1].isupper():
+            constructors = importlib.import_module(f"{__name__}.constructors")
+            value = constructors.by_public_name(name)
+        if value is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     return value
 

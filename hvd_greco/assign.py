@@ -22,6 +22,7 @@ def uniform_plan(
     min_numel: int,
     exclude: Sequence[str],
     context: Mapping[str, str],
+    epoch: int = 0,
 ) -> Plan:
     """Assign ``codec`` at ``level`` to every layer that takes part, and ``dense`` to the others.
 
@@ -30,7 +31,9 @@ def uniform_plan(
     bytes on the link than its gradient does, with as many ranks as there are.
     """
     if isinstance(exclude, str):
-        raise ConfigError(f"exclude: needs a sequence of patterns, got the string {exclude!r}")
+        raise ConfigError(
+            f"exclude: needs a sequence of patterns, got {exclude!r}; pass ({exclude!r},)"
+        )
     assignments, facts = {}, {**context, **codec.context()}
     for layer in layers:
         tail = carrier.LENGTH * layer.work_dtype.itemsize
@@ -47,4 +50,4 @@ def uniform_plan(
         assignments[layer.name] = chosen
         shape = "x".join(map(str, layer.shape))
         facts[f"shape of {layer.name}"] = f"{shape} {layer.dtype}"
-    return Plan(assignments, context=facts)
+    return Plan(assignments, epoch, facts)

@@ -15,6 +15,14 @@ class Buffers:
 
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
+        self._prefix = ""
+
+    def under(self, prefix: str) -> Buffers:
+        """The same memory with names of its own: for a codec that works inside another one."""
+        inner = Buffers()
+        inner._tensors = self._tensors
+        inner._prefix = f"{self._prefix}{prefix}/"
+        return inner
 
     def get(
         self,
@@ -24,6 +32,7 @@ class Buffers:
         device: torch.device,
     ) -> torch.Tensor:
         """A tensor of shape ``[numel]``; its contents are undefined."""
+        name = self._prefix + name
         held = self._tensors.get(name)
         if held is None or held.dtype != dtype or held.device != device or held.numel() < numel:
             held = torch.empty(numel, dtype=dtype, device=device)

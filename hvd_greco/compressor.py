@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import carrier
+from . import carrier, kernels, registry
 from .assign import uniform_plan
 from .beacon import Beacon
 from .buffers import Buffers
@@ -18,11 +18,13 @@ from .codecs.dense import DenseCodec
 from .config import check_count
 from .errors import ConfigError
 from .exchange.base import Group
-from .identity import Directory
-from .layers import check_named_parameters
-from .memory import ErrorFeedback, Memory, NoMemory
+from .identity import Directory, calling_optimizer
+from .layers import GRADIENT_DTYPES, check_named_parameters
+from .memories.base import Memory, Own
 from .payload import Kind, Reduced
+from .plan import Plan
 from .rounds import Pending, Rounds
+from .routes import check_allgather, routed
 from .telemetry import Ledger, StepReport
 
 #: Layers with fewer elements go dense by default: their payloads save less than they cost.
@@ -43,7 +45,15 @@ class Compressor:
         named_parameters: the model's ``named_parameters()``.
         codec: method for the layers that are compressed.
         level: its level, for all of them.
-        error_feedback: keep what was not sent and add it to the next gradient.
+        memory: what happens to what was not sent: ``"ef"`` (error feedback: added to the next
+            gradient), ``"none"``, ``"ef21"``, ``"ef21-sgdm"``, or a ``Memory`` with options of its
+            own. None: what the codec is meant to be used with.
+        exchange: how payloads travel. None: the codec's own way. ``"allgather"``: every rank's to
+            every rank. ``"scatter"``: each rank averages one shard and codes it once more, so
+            that the cost per rank does not grow with their number. ``"hierarchical"``: dense
+            inside a host, compressed between hosts (Horovod must be able to form process sets:
+            ``hvd.init(process_sets="dynamic")``).
+        schedule: level as a function of the step (warm-ups); the same on all ranks.
         min_numel: layers with fewer elements go dense.
         exclude: shell-style patterns of layer names that go dense (``("*.bias", "embed*")``).
         process_set: what ``hvd.DistributedOptimizer`` gets as ``process_set``.
@@ -55,7 +65,8 @@ class Compressor:
 
     Attributes:
         plan: the :class:`~hvd_greco.plan.Plan` in force.
-        last_report: :class:`~hvd_greco.telemetry.StepReport` of the last completed step.
+        last_report: :class:`~hvd_greco.telemetry.StepReport` of the last completed step. None
+            before it, and always in a job of one rank: Horovod calls no compressor there.
 
     Raises:
         ConfigError: an argument cannot work.
@@ -69,7 +80,9 @@ class Compressor:
         codec: Codec,
         level: Level = None,
         *,
-        error_feedback: bool = True,
+        memory: str | Memory | None = None,
+        exchange: str | None = None,
+        schedule: Callable[[int], Level] | None = None,
         min_numel: int = MIN_NUMEL,
         exclude: Sequence[str] = (),
         process_set: Any = None,
@@ -85,35 +98,40 @@ class Compressor:
             )
         self._loss_scale = loss_scale
         self._seed = check_count("seed", seed)
-        use_memory = error_feedback and codec.takes_residual
-        self._memory: Memory = ErrorFeedback() if use_memory else NoMemory()
-        self._dense = DenseCodec()
-        self._codecs: dict[str, Codec] = {self._dense.name: self._dense, codec.name: codec}
-        self._directory = Directory(check_named_parameters(named_parameters))
-        self.plan = uniform_plan(
-            [slot.layer for slot in self._directory.slots],
-            codec,
-            codec.check_level(level),
-            self._codecs[self._dense.name],
-            size=max(1, self._group.size),
-            min_numel=check_count("min_numel", min_numel),
-            exclude=exclude,
-            context={"memory": self._memory.name, "seed": str(self._seed)},
-        )
+        pairs = check_named_parameters(named_parameters)
+        sizes = {layer: parameter.numel() for layer, parameter in pairs}
+        codec, self._memory = routed(exchange, codec, _memory(memory, codec), self._group, sizes)
+        self._codec = codec
+        codec.adapt_to(self._memory.name)
+        dense = DenseCodec()
+        self._codecs: dict[str, Codec] = {dense.name: dense, codec.name: codec}
+        self._memory.bind(dict(pairs), max(1, self._group.size))
+        self._directory = Directory(pairs)
+        self._schedule = schedule
+        self._min_numel = check_count("min_numel", min_numel)
+        self._exclude = exclude
+        self._level = codec.check_level(schedule(0) if schedule else level)
+        if exchange == "allgather":
+            check_allgather(codec, self._level)
+        self.plan = self._uniform_plan(epoch=0)
         prefix = f"greco/{name or _next_name(self._group)}"
         self._ledger = Ledger()
-        self._rounds = Rounds(self._group, prefix, self._ledger)
+        self._rounds = Rounds(self._group, prefix, self._ledger, self._vector)
         self._beacon = Beacon(self._group, prefix)
         self._scratch = Buffers()
         self._lock = threading.RLock()
         self._step = 0
         self._unscale = 1.0
+        #: What the user's op multiplies means by, as the last layer's carrier showed it.
+        self._factor = 1.0
+        #: Finished dense layers of this step that the memory shall see if it is accepted.
+        self._dense: list[Pending] = []
         #: Layers that took part in the present step, for its report.
         self._seen: dict[str, tuple[str, Level, int]] = {}
+        #: The plan has layers that are not plainly dense.
+        self._mixed = False
         #: A layer of this step is not plainly dense, so the step needs a beacon.
         self._checked = False
-        #: Some layer keeps state, so an overflow in a dense layer has to be noticed as well.
-        self._watches_dense = False
         self.last_report: StepReport | None = None
 
     # -- what users may ask ------------------------------------------------------------------
@@ -156,7 +174,7 @@ class Compressor:
 
     # -- what Horovod calls ------------------------------------------------------------------
 
-    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def compress(self, tensor: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
         """Start one layer's exchange; called by Horovod's hook, or at the start of synchronize().
 
         Args:
@@ -171,6 +189,13 @@ class Compressor:
         twice in one step: nothing is exchanged again), or one the user wrote by hand (compressed
         like any other).
         """
+        if tensor is None:
+            # Called on the class: Horovod's own compressors are classes, and ours are easily
+            # passed as one.
+            raise ConfigError(
+                "compression: got the class; pass an object, for instance "
+                "compression=greco.TopK(model.named_parameters())"
+            )
         with self._lock:
             slot = self._directory.find(tensor)
             layer = slot.layer
@@ -223,11 +248,32 @@ class Compressor:
 
     # -- one step ----------------------------------------------------------------------------
 
+    def _uniform_plan(self, epoch: int) -> Plan:
+        if not isinstance(self._codec, DenseCodec):
+            self._memory.check(self._codec, self._level)
+        return uniform_plan(
+            [slot.layer for slot in self._directory.slots],
+            self._codec,
+            self._level,
+            self._codecs["dense"],
+            size=max(1, self._group.size),
+            min_numel=self._min_numel,
+            exclude=self._exclude,
+            context={"memory": self._memory.describe(), "seed": str(self._seed)},
+            epoch=epoch,
+        )
+
     def _open_step(self) -> None:
+        self._memory.check_optimizer(calling_optimizer())
+        if self._schedule is not None:
+            level = self._codec.check_level(self._schedule(self._step))
+            if level != self._level:
+                self._level = level
+                self.plan = self._uniform_plan(self.plan.epoch + 1)
         self._beacon.reset()
         self._rounds.reset()
         self._checked = False
-        self._watches_dense = any(
+        self._mixed = any(
             not isinstance(self._codecs[assignment.codec], DenseCodec)
             for assignment in self.plan.assignments.values()
         )
@@ -238,6 +284,10 @@ class Compressor:
             self._unscale = 1.0 / scale
 
     def _close_step(self) -> None:
+        if not (self._checked and self._beacon.nonfinite):
+            for pending in self._dense:
+                self._deliver_dense(pending)
+        self._dense = []
         self.last_report = self._ledger.close(self._step, self._seen, self._beacon.nonfinite)
         # While a rank has joined, the others do not count: afterwards all are at one step again.
         if self._beacon.complete:
@@ -252,6 +302,7 @@ class Compressor:
         """
         self._rounds.abandon()
         self._beacon.abandon()
+        self._dense = []
         self._close_step()
 
     def _launch_beacon(self) -> None:
@@ -259,21 +310,37 @@ class Compressor:
             self._ledger.add(None, Kind.SUM, Beacon.NBYTES, self._group.size)
 
     def _start_dense(self, pending: Pending, codec: DenseCodec) -> torch.Tensor:
-        gradient = pending.gradient
-        pending.slot.fresh = False
-        if self._watches_dense and gradient.numel():
-            # The step is skipped if this layer overflows, so no layer's residual may change.
-            self._beacon.note(torch.linalg.vector_norm(gradient, math.inf).isfinite())
+        slot, gradient = pending.slot, pending.gradient
+        # Reduced a second time, a mean stays what it is; only the memory must not see it again.
+        pending.fresh = slot.fresh or not slot.already_reduced(gradient)
+        slot.fresh = False
+        if self._mixed:
+            # Its overflow makes a scaler skip the step, so compressed layers must not move on.
+            self._beacon.note(kernels.all_finite(gradient))
         sent = gradient.to(codec.wire_dtype(gradient.dtype)).contiguous()
         nbytes = sent.numel() * sent.element_size()
-        self._ledger.add(pending.slot.layer.name, Kind.CARRIED, nbytes, self._group.size)
+        self._ledger.add(slot.layer.name, Kind.CARRIED, nbytes, self._group.size)
         return sent
 
     def _finish_dense(self, pending: Pending, tensor: torch.Tensor) -> torch.Tensor:
         # Stock Horovod reduced the gradient itself unless it had to be converted or laid out anew.
         if tensor is not pending.gradient:
             pending.gradient.copy_(tensor)
+        if self._memory.serves_dense and pending.fresh:
+            if pending.slot.parameter.grad is not pending.gradient:
+                self._deliver_dense(pending)  # Horovod takes a copy (sparse_as_dense)
+            else:
+                self._dense.append(pending)
         return pending.gradient
+
+    def _deliver_dense(self, pending: Pending) -> None:
+        """Let the memory work on a dense layer's mean. All ranks see the same one."""
+        gradient, scale = pending.gradient, self._factor / pending.unscale
+        flat = gradient.contiguous().view(-1)
+        if pending.slot.layer.dtype in GRADIENT_DTYPES and bool(flat.isfinite().all()):
+            self._memory.deliver_dense(pending.slot.layer, pending.slot.state, flat, scale)
+            if not gradient.is_contiguous():
+                gradient.copy_(flat.view(gradient.shape))
 
     def _start(self, pending: Pending) -> torch.Tensor:
         slot, codec, gradient = pending.slot, pending.codec, pending.gradient
@@ -284,7 +351,7 @@ class Compressor:
         repeated = None
         if not slot.fresh:
             if not bool(gradient.any()):
-                pending.fresh = False
+                pending.fresh = self._memory.absent_is_zero
             elif slot.already_reduced(gradient):
                 pending.fresh = False
                 # In fp64: ranks with other thread counts add up in other orders, and what cancels
@@ -293,14 +360,10 @@ class Compressor:
                 pending.check = float(repeated)
         slot.fresh = False
         if pending.fresh:
-            vector = self._scratch.get(
-                f"vector/{gradient.device}", layer.numel, layer.work_dtype, gradient.device
-            )
-            flat = gradient.contiguous().view(-1)
-            self._memory.compensate(layer, slot.state, flat, pending.unscale, vector)
+            vector = self._vector(pending)
             sent = codec.encode(layer, slot.state, vector, level, pending.context)
             if sent.finite is None:
-                sent.finite = torch.linalg.vector_norm(vector, math.inf).isfinite()
+                sent.finite = kernels.all_finite(vector)
             self._beacon.note(sent.finite)
         else:
             sent = codec.encode_absent(layer, slot.state, level, pending.context, gradient)
@@ -318,6 +381,19 @@ class Compressor:
             self._rounds.submit(pending)
         return carried
 
+    def _vector(self, pending: Pending) -> torch.Tensor:
+        """The vector to encode, formed anew in memory that all layers share."""
+        layer, gradient = pending.slot.layer, pending.gradient
+        vector = self._scratch.get(
+            f"vector/{gradient.device}", layer.numel, layer.work_dtype, gradient.device
+        )
+        if pending.fresh:
+            flat = gradient.contiguous().view(-1)
+            self._memory.compensate(layer, pending.slot.state, flat, pending.unscale, vector)
+        else:
+            vector.zero_()
+        return vector
+
     def _finish(self, pending: Pending, tensor: torch.Tensor) -> torch.Tensor:
         slot, codec, gradient = pending.slot, pending.codec, pending.gradient
         layer = slot.layer
@@ -332,6 +408,7 @@ class Compressor:
             # A mismatch of process sets shows at once; later, a missing rank may have joined.
             needs_set=pending.private or self._step == 0,
         )
+        self._factor = probe.factor
         accepted = self._beacon.wait(self.plan, self._step)
         if pending.private:
             reduced = self._rounds.finish(pending)
@@ -340,10 +417,13 @@ class Compressor:
         if probe.repeated:
             return gradient
         in_place = gradient.is_contiguous() and gradient.dtype == layer.work_dtype
-        if accepted and pending.fresh:
-            flat = gradient.contiguous().view(-1)
-            self._memory.commit(layer, slot.state, flat, pending.unscale, codec, pending.sent)
-            codec.commit(layer, slot.state, pending.sent)
+        level, context, sent = pending.level, pending.context, pending.sent
+        if accepted:
+            if pending.fresh:
+                flat = gradient.contiguous().view(-1)
+                own = Own(codec, layer, level, context, sent)
+                self._memory.commit(layer, slot.state, flat, pending.unscale, own)
+            codec.commit(layer, slot.state, level, context, sent, reduced)
         # The residual has what it needs of the gradient; now the gradient's memory is free.
         out = (
             gradient.view(-1)
@@ -352,9 +432,13 @@ class Compressor:
                 f"out/{gradient.device}", layer.numel, layer.work_dtype, gradient.device
             )
         )
-        codec.decode(layer, pending.level, pending.context, pending.sent, reduced, out)
-        # A carried mean comes back with the factor applied; private ones are plain means.
-        factor = (probe.factor if pending.private else 1.0) / pending.unscale
+        codec.decode(layer, level, context, sent, reduced, out)
+        if not pending.private and probe.factor != 1.0:
+            # Horovod applied its factor on the way; a memory's accounts are in plain means.
+            out.div_(probe.factor)
+        if accepted:
+            self._memory.deliver(layer, slot.state, out)
+        factor = probe.factor / pending.unscale
         if factor != 1.0:
             out.mul_(factor)
         if probe.nonfinite:
@@ -363,6 +447,21 @@ class Compressor:
         if not in_place:
             gradient.copy_(out.view(layer.shape))
         return gradient
+
+
+def _memory(memory: str | Memory | None, codec: Codec) -> Memory:
+    """The memory that was asked for, or the one that the codec's registration names."""
+    if isinstance(memory, Memory):
+        return memory
+    if memory is None:
+        entry = next((e for e in registry.codecs().values() if isinstance(codec, e.factory)), None)
+        memory = entry.memory if entry else "ef"
+    if not isinstance(memory, str):
+        raise ConfigError(
+            f"memory: needs one of {', '.join(registry.memories())}, or a Memory, got {memory!r}"
+        )
+    made: Memory = registry.find_memory(memory).make()
+    return made
 
 
 def _horovod_group(what: str, process_set: Any) -> Group:

@@ -26,3 +26,15 @@ def check_count(argument: str, value: object, minimum: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < minimum:
         raise ConfigError(f"{argument}: needs a whole number >= {minimum}, got {value!r}")
     return int(value)
+
+
+def check_nonnegative(argument: str, value: object) -> float:
+    """A finite number of at least 0, as a float."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ConfigError(
+            f"{argument}: needs a number >= 0, got {value!r} of type {type(value).__name__}"
+        )
+    number = float(value)
+    if not (math.isfinite(number) and number >= 0):
+        raise ConfigError(f"{argument}: {value!r} is not a finite number >= 0")
+    return number

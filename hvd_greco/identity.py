@@ -143,6 +143,19 @@ class Directory:
         )
 
 
+def calling_optimizer() -> torch.optim.Optimizer | None:
+    """The optimizer on whose behalf we are called: Horovod's frames name it ``self``."""
+    frame: Any = sys._getframe(1)
+    for _ in range(10):
+        frame = frame.f_back
+        if frame is None:
+            break
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.optim.Optimizer):
+            return owner
+    return None
+
+
 def _is_dense_copy(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     gradient = parameter.grad
     return (

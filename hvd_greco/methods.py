@@ -1,79 +1,40 @@
-"""Every method by its name: what the command line, the demo and the benchmarks can ask for.
+"""Methods as users write them on the command line: ``topk:density=0.001,memory=ef21``.
 
-Importable without torch or Horovod, so that ``--help`` and a check of arguments need neither.
+Importing this module needs neither torch nor Horovod; looking a method up imports torch.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .config import check_count, check_density
+from . import registry
+from .config import check_count
 from .errors import ConfigError
+from .registry import Entry
 
 if TYPE_CHECKING:
     import torch
 
     from .compressor import Compressor
 
-Parser = Callable[[str, str], object]
+#: Options of every method, beside the codec's own, with a value that shows their type.
+_COMMON: Mapping[str, Any] = {"memory": "", "exchange": "", "min_numel": 0, "seed": 0}
 
-
-def _number(argument: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"{argument}: {text!r} is not a number") from None
-
-
-def _density(argument: str, text: str) -> float:
-    return check_density(argument, _number(argument, text))
-
-
-def _count(argument: str, text: str) -> int:
-    number = _number(argument, text)
-    return check_count(argument, int(number) if number == int(number) else number)
-
-
-def _flag(argument: str, text: str) -> bool:
-    values = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-    if text.lower() not in values:
-        raise ConfigError(f"{argument}: {text!r} is neither true nor false")
-    return values[text.lower()]
-
-
-@dataclass(frozen=True)
-class Method:
-    """One entry of the table.
-
-    Attributes:
-        name: what users type.
-        constructor: class in :mod:`hvd_greco.constructors`.
-        description: one line.
-        fixed: arguments that make this entry what it is.
-        options: further arguments that a spec may set, with their parsers; the first is the one
-            that a bare value sets (``topk:0.001``).
-    """
-
-    name: str
-    constructor: str
-    description: str
-    fixed: Mapping[str, object] = field(default_factory=dict)
-    options: Mapping[str, Parser] = field(default_factory=dict)
-
-    @property
-    def default(self) -> str:
-        """The spec with every option at its default."""
-        return self.name
+#: The order of tables; what is not named here follows by name.
+_ORDER = (
+    "dense", "fp16", "bf16", "topk", "dgc", "sharedtopk", "randomk",
+    "qsgd", "natural", "sign", "summable", "powersgd", "acp",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A method and its options, as written: ``topk:density=0.001,min_numel=4096``."""
+    """A method and its options, as written."""
 
-    method: Method
+    method: Entry
     options: Mapping[str, Any]
     text: str
 
@@ -81,28 +42,42 @@ class Spec:
         return self.text
 
 
-_SPARSE: Mapping[str, Parser] = {
-    "density": _density, "min_numel": _count, "error_feedback": _flag, "seed": _count,
-}  # fmt: skip
-_DENSE: Mapping[str, Parser] = {"min_numel": _count}
-
-_TABLE = (
-    Method("dense", "Dense", "every entry, fp32: stock Horovod", options=_DENSE),
-    Method("fp16", "Dense", "every entry, 2 bytes each", {"wire": "fp16"}, _DENSE),
-    Method("bf16", "Dense", "every entry, 2 bytes with fp32's range", {"wire": "bf16"}, _DENSE),
-    Method("topk", "TopK", "largest entries of each rank, error feedback", options=_SPARSE),
-    Method("randomk", "RandomK", "the same random entries on all ranks", options=_SPARSE),
-)
-
-
-def available() -> dict[str, Method]:
+def available() -> dict[str, Entry]:
     """All methods by name, in the order in which tables show them."""
-    return {method.name: method for method in _TABLE}
+    rank = {name: i for i, name in enumerate(_ORDER)}
+    found = registry.codecs()
+    return {name: found[name] for name in sorted(found, key=lambda n: (rank.get(n, len(rank)), n))}
 
 
 def all_specs() -> list[Spec]:
     """What ``--methods all`` means: every method at its defaults."""
-    return [parse(method.default) for method in _TABLE]
+    return [parse(name) for name in available()]
+
+
+def _options(entry: Entry) -> dict[str, Any]:
+    """Option -> an example of its type; the first is the one that a bare value sets."""
+    found: dict[str, Any] = {entry.level: entry.default} if entry.level else {}
+    for name, parameter in entry.options().items():
+        found[name] = "" if parameter.default is inspect.Parameter.empty else parameter.default
+    common = {name: value for name, value in _COMMON.items() if name not in entry.brings}
+    return {**found, **common}
+
+
+def _read(argument: str, text: str, example: Any) -> Any:
+    if isinstance(example, bool):
+        values = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        if text.lower() not in values:
+            raise ConfigError(f"{argument}: {text!r} is neither true nor false")
+        return values[text.lower()]
+    if isinstance(example, str):
+        return text
+    try:
+        number = float(text)
+    except ValueError:
+        raise ConfigError(f"{argument}: {text!r} is not a number") from None
+    if isinstance(example, int):
+        return check_count(argument, int(number) if number.is_integer() else number)
+    return number
 
 
 def parse(text: str) -> Spec:
@@ -112,20 +87,23 @@ def parse(text: str) -> Spec:
         ConfigError: unknown name or option, or a value that cannot be.
     """
     name, _, rest = text.strip().partition(":")
-    method = available().get(name)
-    if method is None:
+    if name not in available():
         raise ConfigError(f"methods: {name!r} is none of {', '.join(available())}")
-    options: dict[str, object] = {}
+    entry = available()[name]
+    known, options = _options(entry), {}
     for part in filter(None, (piece.strip() for piece in rest.split(","))):
         key, equals, value = part.partition("=")
         if not equals:
-            key, value = next(iter(method.options)), part
-        parser = method.options.get(key.strip())
-        if parser is None:
-            known = ", ".join(method.options)
-            raise ConfigError(f"methods: {name!r} has no option {key.strip()!r}; it has {known}")
-        options[key.strip()] = parser(f"{name}:{key.strip()}", value.strip())
-    return Spec(method, options, text.strip())
+            key, value = next(iter(known)), part
+        key = key.strip()
+        if key not in known:
+            raise ConfigError(f"methods: {name!r} has no option {key!r}; it has {', '.join(known)}")
+        options[key] = _read(f"{name}:{key}", value.strip(), known[key])
+    made = entry.arguments({k: v for k, v in options.items() if k not in _COMMON})
+    made["codec"].check_level(made.get("level"))
+    if "memory" in options:
+        registry.find_memory(options["memory"])
+    return Spec(entry, options, text.strip())
 
 
 def parse_list(text: str) -> list[Spec]:
@@ -157,11 +135,8 @@ def build(
         named_parameters: the model's ``named_parameters()``.
         common: further arguments for the constructor (``process_set``, ``loss_scale``).
     """
+    from .constructors import make
+
     if isinstance(spec, str):
         spec = parse(spec)
-    constructor = getattr(
-        importlib.import_module(f"{__package__}.constructors"), spec.method.constructor
-    )
-    arguments = {**common, **spec.method.fixed, **spec.options}
-    result: Compressor = constructor(named_parameters, **arguments)
-    return result
+    return make(spec.method, named_parameters, **{**common, **spec.options})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,36 @@ class Kind(enum.Enum):
     GATHER = "gather"
     #: A named alltoall: rank r gets every rank's r-th piece, in rank order.
     SCATTER = "scatter"
+    #: Nothing is sent in this round by any rank of this rank's part of the group.
+    NOTHING = "nothing"
+
+
+class Scope(enum.Enum):
+    """Which ranks a round goes over."""
+
+    #: The whole process set.
+    ALL = "all"
+    #: The ranks on this host.
+    LOCAL = "local"
+    #: The ranks with this rank's place on each host.
+    CROSS = "cross"
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """This rank's place, where every host has equally many ranks.
+
+    Attributes:
+        local_rank: this rank among those on its host.
+        local_size: ranks on each host.
+        cross_rank: this rank among those with its local rank, one on each host.
+        cross_size: number of hosts.
+    """
+
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
 
 
 @dataclass
@@ -31,10 +62,11 @@ class Payload:
 
     Attributes:
         kind: how it is combined.
-        buffer: what is sent: 1-D, contiguous, a dtype that the collective takes (see
-            design.md §1: no bf16 anywhere, no uint8 in an allreduce). May be empty for GATHER.
+        buffer: what is sent: 1-D, contiguous, a dtype that the collective takes
+            (Horovod: no bf16 anywhere, no uint8 in an allreduce). May be empty for GATHER.
         splits: for SCATTER, the number of elements for each rank.
         own: what the codec needs to know of its own contribution later; never sent.
+        scope: which ranks take part (hierarchical exchanges; else all).
         finite: 0-dim bool tensor: was the encoded vector free of inf and NaN? None: not known.
     """
 
@@ -43,6 +75,7 @@ class Payload:
     splits: tuple[int, ...] | None = None
     own: Any = None
     finite: torch.Tensor | None = None
+    scope: Scope = Scope.ALL
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +85,11 @@ class Payload:
 
 @dataclass(frozen=True)
 class Reduced:
-    """What a round returned: the combined buffer and the number of ranks in it."""
+    """What a round returned: the combined buffer and the number of ranks in it.
+
+    The buffer is to be read only: where a part of the group is this rank alone, it is what was
+    sent.
+    """
 
     kind: Kind
     buffer: torch.Tensor
@@ -73,6 +110,29 @@ class Reduced:
             )
         return [self.buffer[i * nbytes : (i + 1) * nbytes] for i in range(count)]
 
+    def parts_of(self, length: Callable[[torch.Tensor], int]) -> list[torch.Tensor]:
+        """The gathered buffers of ranks whose payloads say themselves how long they are.
+
+        Args:
+            length: bytes of the first payload in what it is given, read from its header.
+
+        Raises:
+            WireError: a payload longer than what was gathered, or more payloads than ranks.
+        """
+        parts: list[torch.Tensor] = []
+        at, total = 0, self.buffer.numel()
+        while at < total:
+            nbytes = length(self.buffer[at:])
+            if not 0 < nbytes <= total - at or len(parts) == self.world_size:
+                raise WireError(
+                    f"gathered {total} bytes from {self.world_size} ranks; payload "
+                    f"{len(parts) + 1} at byte {at} announces {nbytes}: ranks run different "
+                    "codecs, levels or versions"
+                )
+            parts.append(self.buffer[at : at + nbytes])
+            at += nbytes
+        return parts
+
 
 def network_bytes(kind: Kind, nbytes: int, world_size: int) -> int:
     """Bytes that one rank must put on the link for one collective, by the best-known algorithm.
@@ -80,7 +140,7 @@ def network_bytes(kind: Kind, nbytes: int, world_size: int) -> int:
     An allreduce moves 2(N-1)/N of its buffer (ring), an alltoall (N-1)/N, and an allgather N-1
     times it: that growth is why a payload's size alone says too little for more than two ranks.
     """
-    if world_size == 1:
+    if world_size == 1 or kind is Kind.NOTHING:
         return 0
     others = world_size - 1
     if kind is Kind.GATHER:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from . import carrier
-from .codecs.base import Codec, Level, StepContext
+from .codecs.base import Codec, Level, StepContext, Turn
 from .exchange.base import Group
 from .identity import Slot
-from .payload import Kind, Payload, Reduced
+from .payload import Kind, Payload, Reduced, Scope
 from .telemetry import Ledger
 
 #: Pause between looks at unfinished rounds; Horovod itself acts once a millisecond.
@@ -69,13 +71,21 @@ class Rounds:
         group: our ranks.
         prefix: start of the names of our collectives.
         ledger: where bytes are counted.
+        vector: forms a layer's vector again, for codecs that need it in a later round.
     """
 
     #: Bytes of the roll call.
     NBYTES = 4
 
-    def __init__(self, group: Group, prefix: str, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        group: Group,
+        prefix: str,
+        ledger: Ledger,
+        vector: Callable[[Pending], torch.Tensor],
+    ) -> None:
         self._group = group
+        self._vector = vector
         self._prefix = prefix
         self._ledger = ledger
         #: Layer name -> layer between compress and decompress, in the order of compress.
@@ -123,9 +133,17 @@ class Rounds:
     def _send(self, pending: Pending) -> None:
         name = pending.slot.layer.name
         pending.ticket = self._group.submit(f"{self._prefix}/{name}/{pending.round}", pending.sent)
-        self._ledger.add(name, pending.sent.kind, pending.sent.nbytes, self._group.size)
+        self._count(name, pending.sent)
         if pending.round == 1 and pending.owes_rounds:
             self._owing.append(pending)
+
+    def _count(self, layer: str, sent: Payload) -> None:
+        size = self._group.part_size(sent.scope)
+        if sent.kind is Kind.NOTHING or (size == 1 and sent.scope is not Scope.ALL):
+            return
+        # What stays inside a host is handed to a collective, but put on no link.
+        link = 1 if sent.scope is Scope.LOCAL else size
+        self._ledger.add(layer, sent.kind, sent.nbytes, link)
 
     def advance(self) -> bool:
         """Move on every multi-round exchange whose present round is done; never waits.
@@ -136,10 +154,13 @@ class Rounds:
             held, self._held = self._held, []
             for pending in held:
                 self._send(pending)
-        for pending in self._owing:
-            while pending.owes_rounds and self._group.poll(pending.ticket):
-                self._next_round(pending)
-        self._owing = [pending for pending in self._owing if pending.owes_rounds]
+        while ready := [p for p in self._owing if self._group.poll(p.ticket)]:
+            by_codec: dict[int, list[Pending]] = {}
+            for pending in ready:
+                by_codec.setdefault(id(pending.codec), []).append(pending)
+            for batch in by_codec.values():
+                self._next_rounds(batch)
+            self._owing = [pending for pending in self._owing if pending.owes_rounds]
         return bool(self._owing)
 
     def finish(self, pending: Pending) -> Reduced:
@@ -163,15 +184,20 @@ class Rounds:
                 self.finish(pending)
         self.pending = {}
 
-    def _next_round(self, pending: Pending) -> None:
-        reduced = self._group.wait(pending.ticket)
-        pending.sent = pending.codec.next_round(
-            pending.slot.layer,
-            pending.slot.state,
-            pending.level,
-            pending.context,
-            pending.sent,
-            reduced,
-        )
-        pending.round += 1
-        self._send(pending)
+    def _next_rounds(self, batch: list[Pending]) -> None:
+        turns = [
+            Turn(
+                pending.slot.layer,
+                pending.slot.state,
+                pending.level,
+                pending.context,
+                pending.sent,
+                self._group.wait(pending.ticket),
+                partial(self._vector, pending),
+            )
+            for pending in batch
+        ]
+        for pending, sent in zip(batch, batch[0].codec.next_rounds(turns), strict=True):
+            pending.sent = sent
+            pending.round += 1
+            self._send(pending)

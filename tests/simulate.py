@@ -34,6 +34,7 @@ def run(
     average: bool = True,
     shuffle: bool = False,
     stall: float = 20.0,
+    hosts: int | None = None,
 ) -> list[Outcome]:
     """Reduce ``gradients`` on simulated ranks, one outcome for each.
 
@@ -75,7 +76,7 @@ def run(
             outcome.reports.append(compressor.last_report)
         return outcome
 
-    return LocalGroup(size, stall).run(rank_program)
+    return LocalGroup(size, stall, hosts).run(rank_program)
 
 
 def gaussian(

@@ -6,12 +6,12 @@ import time
 
 import pytest
 import torch
-from simulate import gaussian, run
 
 from hvd_greco import LocalGroup, TopK
 from hvd_greco.errors import ConfigError, MismatchError, StallError
 from hvd_greco.exchange.local import LocalMember
 from hvd_greco.payload import Kind, Payload
+from simulate import gaussian, run
 
 
 def test_results_come_in_rank_order() -> None:
@@ -82,7 +82,7 @@ def test_a_group_needs_a_rank() -> None:
     [
         ({"density": 0.1}, {"density": 0.2}, r"layer w: topk\(0.1\) on rank 0, topk\(0.2\)"),
         ({"seed": 1}, {"seed": 2}, "seed: 1 on rank 0, 2 on rank 1"),
-        ({}, {"error_feedback": False}, "memory: error feedback on rank 0, none on rank 1"),
+        ({}, {"memory": "ef21"}, "memory: ef on rank 0, ef21 on rank 1"),
     ],
 )
 def test_ranks_with_other_arguments_are_told_which(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from simulate import gaussian, run
 
 from hvd_greco import Dense, LocalGroup, RandomK, TopK
 from hvd_greco.codecs.sparse_wire import sparse_layout
 from hvd_greco.compressor import Compressor
 from hvd_greco.exchange.local import LocalMember
+from simulate import gaussian, run
 
 SHAPES = {"big": (300, 200), "small": (90, 50), "bias": (100,)}
 COMPRESSED = 300 * 200 + 90 * 50
@@ -35,7 +35,7 @@ def test_topk_buffers_are_payloads_and_one_vector() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda p, m: RandomK(p, group=m, error_feedback=False),
+        lambda p, m: RandomK(p, group=m, memory="none"),
         lambda p, m: Dense(p, group=m),
         lambda p, m: Dense(p, "fp16", group=m),
         lambda p, m: Dense(p, "bf16", group=m),

@@ -31,7 +31,7 @@ def test_lists_keep_options_together() -> None:
         ("topk:densty=0.1", "no option 'densty'; it has density"),
         ("topk:density=2", "density"),
         ("topk:density=x", "'x' is not a number"),
-        ("topk:error_feedback=maybe", "neither true nor false"),
+        ("topk:memory=ef22", "'ef22' is none of dgc, ef, ef21"),
         ("topk:min_numel=1.5", "min_numel"),
     ],
 )

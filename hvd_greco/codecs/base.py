@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -17,7 +17,7 @@ Level = float | int | None
 
 @dataclass(frozen=True)
 class StepContext:
-    """The present step, as a codec may see it.
+    """The present step of one layer, as a codec may see it.
 
     Attributes:
         step: how many steps were completed before this one; the same on all ranks.
@@ -34,6 +34,25 @@ class StepContext:
     buffers: Buffers
 
 
+@dataclass(frozen=True)
+class Turn:
+    """One layer between two rounds: what came back of ``sent``, and all that belongs to it.
+
+    Attributes:
+        vector: gives this rank's vector again, as it was given to ``encode`` (zeros on a rank
+            without a gradient). It is formed anew at each call, in memory that all layers share:
+            valid until it is called for any layer again.
+    """
+
+    layer: Layer
+    state: LayerState
+    level: Level
+    context: StepContext
+    sent: Payload
+    reduced: Reduced
+    vector: Callable[[], torch.Tensor]
+
+
 class Codec(ABC):
     """Turns a vector into a :class:`~hvd_greco.payload.Payload`, and what came back into a mean.
 
@@ -41,21 +60,25 @@ class Codec(ABC):
 
     1. :meth:`encode` (or :meth:`encode_absent` on a rank without a gradient) gives round 1.
     2. For each further round, :meth:`next_round` turns what came back into the next payload.
-    3. :meth:`decode` writes the mean over all ranks.
-    4. If all ranks' gradients were finite: :meth:`remove_own` leaves in the residual what was not
-       sent, and :meth:`commit` stores what the codec wants to keep.
+    3. If all ranks' gradients were finite, the memory stores what was not sent, by way of
+       :meth:`add_own`, and :meth:`commit` stores what the codec wants to keep.
+    4. :meth:`decode` writes the mean over all ranks.
 
-    Nothing before 4 may change ``state``, so that a step with an overflow leaves no trace.
+    Nothing before 3 may change ``state``, so that a step with an overflow leaves no trace.
+
+    Attributes:
+        name: short name, used in plans and reports.
+        rounds: number of communication rounds.
+        private: payloads travel by collectives of our own; False: their kind is ``CARRIED``.
     """
 
-    #: Short name, used in plans, reports and on the command line.
     name: str
-    #: Number of communication rounds.
-    rounds: ClassVar[int] = 1
-    #: Payloads travel by collectives of our own; False: their kind is ``Kind.CARRIED``.
-    private: ClassVar[bool] = True
-    #: Whether dropped parts may be fed back (a residual needs ``remove_own``).
-    takes_residual: bool = True
+    rounds: int = 1
+    private: bool = True
+
+    def adapt_to(self, memory: str) -> None:
+        """Learn which memory the codec works with, before anything else is asked of it."""
+        return
 
     def context(self) -> dict[str, str]:
         """Options that must be alike on all ranks, as text; part of the plan's digest."""
@@ -69,10 +92,23 @@ class Codec(ABC):
         """
         return level
 
+    def menu(self, layer: Layer) -> tuple[Level, ...]:
+        """Levels worth considering for a layer, from fewest bytes to most."""
+        return ()
+
+    def unbiased(self, level: Level) -> bool:
+        """Whether E[C(x)] = x: such codecs need no memory."""
+        return False
+
+    def contractive(self, level: Level) -> bool:
+        """Whether ||C(x) - x||^2 <= (1 - a) ||x||^2 for some a > 0: what error feedback needs."""
+        return True
+
     @abstractmethod
     def wire_bytes(self, layer: Layer, level: Level, size: int) -> int:
         """Exact bytes that a rank hands to collectives in one step, over all rounds.
 
+        The most it can be, where ranks take turns or the data decides (say so in the docs).
         The carrier that rides Horovod's own allreduce is the compressor's, and not included.
         """
 
@@ -94,8 +130,9 @@ class Codec(ABC):
         Args:
             layer: which.
             state: read only.
-            vector: gradient plus residual, shape ``[d]`` in ``layer.work_dtype``. Valid during
-                this call only. A codec that overwrites it must fill in ``Payload.finite``.
+            vector: gradient plus what the memory adds, shape ``[d]`` in ``layer.work_dtype``.
+                Valid during this call only. A codec that overwrites it must fill in
+                ``Payload.finite``.
             level: what the plan says.
             context: the step.
         """
@@ -114,17 +151,13 @@ class Codec(ABC):
         ``like`` is any tensor on the layer's device.
         """
 
-    def next_round(
-        self,
-        layer: Layer,
-        state: LayerState,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        reduced: Reduced,
-    ) -> Payload:
-        """The payload that follows ``sent``, from what came back of it."""
+    def next_round(self, turn: Turn) -> Payload:
+        """The payload that follows ``turn.sent``, from what came back of it."""
         raise NotImplementedError(f"{type(self).__name__} has one round")
+
+    def next_rounds(self, turns: Sequence[Turn]) -> list[Payload]:
+        """:meth:`next_round` of several layers at once; override to batch equal shapes."""
+        return [self.next_round(turn) for turn in turns]
 
     @abstractmethod
     def decode(
@@ -139,13 +172,46 @@ class Codec(ABC):
         """Write the mean over all ranks, from the last round, into ``out``.
 
         Args:
+            sent: the last round's payload of this rank.
+            reduced: what came back of it. A CARRIED payload comes back as the mean (times what
+                the user's ``op`` asks for, so decoding is linear in it), a SUM as the sum.
             out: shape ``[d]`` in ``layer.work_dtype``; its contents are undefined before.
         """
 
-    def remove_own(self, layer: Layer, sent: Payload, vector: torch.Tensor) -> None:
-        """Subtract this rank's own contribution C(vector) from ``vector``, in place."""
-        raise NotImplementedError(f"{type(self).__name__} has no residual")
+    def add_own(
+        self,
+        layer: Layer,
+        level: Level,
+        context: StepContext,
+        sent: Payload,
+        vector: torch.Tensor,
+        alpha: float,
+    ) -> None:
+        """``vector += alpha * C``, with C this rank's own contribution, in place.
 
-    def commit(self, layer: Layer, state: LayerState, sent: Payload) -> None:
-        """Store in ``state.slots`` what the codec keeps; called when the step is accepted."""
+        The default decodes the rank's own payload as if it were alone, which is right for codecs
+        of one round. ``sent`` is the last round's payload.
+        """
+        own = torch.empty_like(vector)
+        self.decode(layer, level, context, sent, Reduced(sent.kind, sent.buffer, 1), own)
+        vector.add_(own, alpha=alpha)
+
+    def clear_own(self, sent: Payload, vector: torch.Tensor) -> None:
+        """Zero ``vector`` wherever this rank sent something; for sparse codecs (DGC's masking)."""
+        raise NotImplementedError(f"{type(self).__name__} sends every entry")
+
+    def commit(
+        self,
+        layer: Layer,
+        state: LayerState,
+        level: Level,
+        context: StepContext,
+        sent: Payload,
+        reduced: Reduced,
+    ) -> None:
+        """Store in ``state.slots`` what the codec keeps.
+
+        Called when the step is accepted, on every rank, with or without a gradient: what is kept
+        must follow from what all ranks know, if it is to be the same on all of them.
+        """
         return

@@ -7,13 +7,15 @@ import torch
 from ..errors import ConfigError, WireError
 from ..layers import Layer, LayerState
 from ..payload import Kind, Payload, Reduced, network_bytes
-from .base import Codec, Level, StepContext
+from ..registry import register_codec
+from .base import Codec, Level, StepContext, Turn
 
 #: What stock Horovod's allreduce adds up by itself.
 CARRIED_DTYPES = (torch.float16, torch.float32, torch.float64)
 WIRES = {"native": None, "fp32": torch.float32, "fp16": torch.float16}
 
 
+@register_codec("dense", public="Dense", description="every entry, fp32: stock Horovod")
 class DenseCodec(Codec):
     """Every element, carried by the stock allreduce in the given dtype.
 
@@ -26,13 +28,18 @@ class DenseCodec(Codec):
     """
 
     private = False
-    takes_residual = False
 
     def __init__(self, wire: str = "native") -> None:
         if wire not in WIRES:
             raise ConfigError(f"wire: {wire!r} is none of {', '.join(WIRES)}, bf16")
         self.wire = wire
         self.name = "dense" if wire == "native" else wire
+
+    def unbiased(self, level: Level) -> bool:
+        return True  # but for rounding
+
+    def contractive(self, level: Level) -> bool:
+        return False  # it keeps nothing back, and there is nothing to remember
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """dtype on the wire for gradients of ``dtype``."""
@@ -77,6 +84,12 @@ class DenseCodec(Codec):
         out.copy_(reduced.buffer)
 
 
+register_codec("fp16", public="", description="every entry, 2 bytes each", fixed={"wire": "fp16"})(
+    DenseCodec
+)
+
+
+@register_codec("bf16", public="", description="every entry, 2 bytes with fp32's range")
 class BF16Codec(Codec):
     """Every element in bfloat16: two bytes with fp32's range, added up in fp32.
 
@@ -88,7 +101,6 @@ class BF16Codec(Codec):
 
     name = "bf16"
     rounds = 2
-    takes_residual = False
 
     def wire_bytes(self, layer: Layer, level: Level, size: int) -> int:
         shard = _shard(layer.numel, size)
@@ -126,17 +138,13 @@ class BF16Codec(Codec):
         zeros = torch.zeros(layer.numel, dtype=layer.work_dtype, device=like.device)
         return self.encode(layer, state, zeros, level, context)
 
-    def next_round(
-        self,
-        layer: Layer,
-        state: LayerState,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        reduced: Reduced,
-    ) -> Payload:
-        shard = _shard(layer.numel, context.size)
-        pieces = _bf16(reduced, shard * context.size).view(context.size, shard)
+    def unbiased(self, level: Level) -> bool:
+        return True  # but for rounding to 8 bits
+
+    def next_round(self, turn: Turn) -> Payload:
+        size = turn.context.size
+        shard = _shard(turn.layer.numel, size)
+        pieces = _bf16(turn.reduced, shard * size).view(size, shard)
         mean = pieces.to(torch.float32).mean(dim=0).to(torch.bfloat16)
         return Payload(Kind.GATHER, mean.view(torch.uint8))
 

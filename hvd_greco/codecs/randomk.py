@@ -16,30 +16,46 @@ from .. import kernels
 from ..config import check_density
 from ..layers import Layer, LayerState
 from ..payload import Kind, Payload, Reduced, network_bytes
+from ..registry import register_codec
 from .base import Codec, Level, StepContext
 from .topk import kept
 
 
+@register_codec(
+    "randomk",
+    public="RandomK",
+    level="density",
+    default=0.01,
+    memory="ef",
+    description="the same random entries on all ranks",
+)
 class RandomKCodec(Codec):
     """Values at positions drawn alike on all ranks from (seed, layer, step), carried by Horovod.
 
     The level is the density in (0, 1].
 
-    Args:
-        rescale: multiply by d/k, which makes the result unbiased, for use without error feedback
-            (with feedback it would blow up: what is sent would be d/k times what is removed).
+    Without a memory, values are multiplied by d/k: unbiased, with a variance of (d/k - 1) g^2 that
+    asks for a far smaller learning rate. With one they are sent as they are.
     """
 
     name = "randomk"
     private = False
 
-    def __init__(self, rescale: bool = False) -> None:
-        self.rescale = rescale
-        self.takes_residual = not rescale
+    def __init__(self) -> None:
+        self._rescale = False
+
+    def adapt_to(self, memory: str) -> None:
+        self._rescale = memory == "none"
+
+    def unbiased(self, level: Level) -> bool:
+        return self._rescale
+
+    def contractive(self, level: Level) -> bool:
+        return not self._rescale
 
     def context(self) -> dict[str, str]:
         # NumPy does not promise that `choice` draws alike in every release.
-        return {"randomk rescale": str(self.rescale), "randomk numpy": np.__version__}
+        return {"randomk numpy": np.__version__}
 
     def check_level(self, level: Level) -> Level:
         return check_density("density", level)
@@ -61,11 +77,10 @@ class RandomKCodec(Codec):
     ) -> Payload:
         indices = self._positions(layer, level, context, vector.device)
         values = vector[indices]
-        if self.rescale:
+        if self._rescale:
             values *= layer.numel / indices.numel()
-        # The largest magnitude is NaN or inf exactly when an entry is, sent or not.
-        finite = torch.linalg.vector_norm(vector, float("inf")).isfinite()
-        return Payload(Kind.CARRIED, values, own=indices, finite=finite)
+        # Whether the vector is finite is left to the compressor: most entries are not sent.
+        return Payload(Kind.CARRIED, values, own=indices)
 
     def encode_absent(
         self,
@@ -91,15 +106,33 @@ class RandomKCodec(Codec):
         out.zero_()
         out[sent.own] = reduced.buffer
 
-    def remove_own(self, layer: Layer, sent: Payload, vector: torch.Tensor) -> None:
+    def add_own(
+        self,
+        layer: Layer,
+        level: Level,
+        context: StepContext,
+        sent: Payload,
+        vector: torch.Tensor,
+        alpha: float,
+    ) -> None:
+        vector[sent.own] += alpha * sent.buffer
+
+    def clear_own(self, sent: Payload, vector: torch.Tensor) -> None:
         vector[sent.own] = 0
 
     def _positions(
         self, layer: Layer, level: Level, context: StepContext, device: torch.device
     ) -> torch.Tensor:
         assert level is not None
-        words = hashlib.blake2b(
-            f"{context.seed}/{layer.name}/{context.step}".encode(), digest_size=16
-        ).digest()
-        key = (int.from_bytes(words[:8], "little"), int.from_bytes(words[8:], "little"))
-        return kernels.shared_indices(key, layer.numel, kept(layer.numel, level), device)
+        return shared_positions(layer, kept(layer.numel, level), context, device)
+
+
+def shared_positions(
+    layer: Layer, k: int, context: StepContext, device: torch.device
+) -> torch.Tensor:
+    """``k`` positions drawn from (seed, layer, step): the same on all ranks."""
+    words = hashlib.blake2b(
+        f"{context.seed}/{layer.name}/{context.step}".encode(), digest_size=16
+    ).digest()
+    key = (int.from_bytes(words[:8], "little"), int.from_bytes(words[8:], "little"))
+    return kernels.shared_indices(key, layer.numel, k, device)

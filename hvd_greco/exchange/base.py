@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from ..payload import Payload, Reduced
+from ..payload import Hosts, Payload, Reduced, Scope
 
 
 class Group(Protocol):
@@ -33,6 +33,19 @@ class Group(Protocol):
     @property
     def identity(self) -> str:
         """A short text that is alike on all members and differs between groups."""
+
+    def hosts(self) -> Hosts:
+        """This rank's place on the hosts; to be called before the scopes LOCAL and CROSS are used.
+
+        The first call may communicate and wait: all ranks make it at the same point, outside of
+        a step.
+
+        Raises:
+            ConfigError: the parts cannot be formed; says what to do.
+        """
+
+    def part_size(self, scope: Scope) -> int:
+        """Ranks that take part in a round of that scope."""
 
     def submit(self, name: str, payload: Payload) -> Any:
         """Start a named collective on the payload and return a ticket at once."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,7 +14,10 @@ from ..errors import (
     NotInitializedError,
     UnsupportedError,
 )
-from ..payload import Kind, Payload, Reduced
+from ..payload import Hosts, Kind, Payload, Reduced, Scope
+
+if TYPE_CHECKING:
+    from .hosts import HostSets
 
 try:
     import horovod.torch as hvd
@@ -35,9 +38,12 @@ def require_initialized(what: str) -> None:
 
 @dataclass(frozen=True)
 class _Ticket:
-    handle: int
+    #: None: there was nothing to communicate, and ``alone`` is the result.
+    handle: int | None
     kind: Kind
     name: str
+    size: int
+    alone: torch.Tensor
 
 
 class HorovodGroup:
@@ -62,9 +68,40 @@ class HorovodGroup:
         self.rank = self.members.index(self.global_rank) if self.global_rank in self.members else -1
         self.size = len(self.members)
         self.identity = str(process_set.process_set_id)
+        self._host_sets: HostSets | None = None
+
+    def hosts(self) -> Hosts:
+        if self.size != hvd.size():
+            raise ConfigError(
+                "exchange: 'hierarchical' needs all ranks; it does not go with process_set="
+                f"{list(self.members)} of {hvd.size()} ranks. Leave one of the two out"
+            )
+        if self._host_sets is None:
+            from .hosts import HostSets  # imports this module
+
+            self._host_sets = HostSets()
+        return self._host_sets.hosts
+
+    def part_size(self, scope: Scope) -> int:
+        if scope is Scope.ALL:
+            return self.size
+        hosts = self.hosts()
+        return hosts.local_size if scope is Scope.LOCAL else hosts.cross_size
+
+    def _part(self, scope: Scope) -> Any:
+        """Process set of that scope; None if it is this rank alone."""
+        if scope is Scope.ALL:
+            return self.process_set
+        self.hosts()
+        assert self._host_sets is not None
+        return self._host_sets.local if scope is Scope.LOCAL else self._host_sets.cross
 
     def submit(self, name: str, payload: Payload) -> _Ticket:
-        tensor, where = payload.buffer, {"name": name, "process_set": self.process_set}
+        tensor, part = payload.buffer, self._part(payload.scope)
+        size = self.part_size(payload.scope)
+        if payload.kind is Kind.NOTHING or part is None:
+            return _Ticket(None, payload.kind, name, size, tensor)
+        where = {"name": name, "process_set": part}
         if payload.kind is Kind.SUM:
             handle = hvd.allreduce_async(tensor, op=hvd.Sum, **where)
         elif payload.kind is Kind.GATHER:
@@ -73,19 +110,21 @@ class HorovodGroup:
             handle = hvd.alltoall_async(tensor, splits=_splits(payload), **where)
         else:
             raise ConfigError(f"{payload.kind} payloads ride Horovod's own allreduce")
-        return _Ticket(handle, payload.kind, name)
+        return _Ticket(handle, payload.kind, name, size, tensor)
 
     def poll(self, ticket: _Ticket) -> bool:
-        return bool(hvd.poll(ticket.handle))
+        return ticket.handle is None or bool(hvd.poll(ticket.handle))
 
     def wait(self, ticket: _Ticket) -> Reduced:
+        if ticket.handle is None:
+            return Reduced(ticket.kind, ticket.alone, ticket.size)
         try:
             result = hvd.synchronize(ticket.handle)
         except HorovodInternalError as error:
             raise _explained(error, ticket) from error
         # alltoall returns the received splits as well.
         buffer = result[0] if isinstance(result, tuple) else result
-        return Reduced(ticket.kind, buffer, self.size)
+        return Reduced(ticket.kind, buffer, ticket.size)
 
 
 def _splits(payload: Payload) -> Any:

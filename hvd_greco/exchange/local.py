@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import ConfigError, MismatchError, StallError
-from ..payload import Kind, Payload, Reduced
+from ..payload import Hosts, Kind, Payload, Reduced, Scope
 
 T = TypeVar("T")
 _numbers = itertools.count()
@@ -52,10 +52,11 @@ def combine(payloads: Sequence[Payload]) -> list[Reduced]:
 
 @dataclass
 class _Meeting:
-    """One named collective, until all ranks have submitted to it."""
+    """One named collective of some ranks, until all of them have submitted to it."""
 
+    ranks: tuple[int, ...]
     payloads: dict[int, Payload] = field(default_factory=dict)
-    results: list[Reduced] = field(default_factory=list)
+    results: dict[int, Reduced] = field(default_factory=dict)
     error: Exception | None = None
 
 
@@ -65,6 +66,8 @@ class LocalGroup:
     Args:
         size: number of ranks.
         stall: seconds after which a wait raises :class:`StallError`.
+        hosts: ranks on each of the hosts that the ranks are said to be on, numbered host by host;
+            None: nothing is said of hosts.
 
     Example:
         >>> group = LocalGroup(2)
@@ -72,14 +75,17 @@ class LocalGroup:
         [0, 1]
     """
 
-    def __init__(self, size: int, stall: float = 20.0) -> None:
+    def __init__(self, size: int, stall: float = 20.0, hosts: int | None = None) -> None:
         if size < 1:
             raise ConfigError(f"size: needs at least one rank, got {size}")
+        if hosts is not None and (hosts < 1 or size % hosts):
+            raise ConfigError(f"hosts: {size} ranks cannot be {hosts} on each host")
         self.size = size
+        self.ranks_per_host = hosts
         self.identity = f"local{next(_numbers)}"
         self.stall = stall
         self._changed = threading.Condition()
-        self._meetings: dict[str, _Meeting] = {}
+        self._meetings: dict[tuple[str, tuple[int, ...]], _Meeting] = {}
         self._failed: BaseException | None = None
 
     def member(self, rank: int) -> LocalMember:
@@ -110,16 +116,36 @@ class LocalGroup:
             raise self._failed
         return [future.result() for future in futures]
 
+    def _part(self, rank: int, scope: Scope) -> tuple[int, ...]:
+        """The ranks that take part in a round of that scope with ``rank``."""
+        if scope is Scope.ALL:
+            return tuple(range(self.size))
+        if self.ranks_per_host is None:
+            raise ConfigError(
+                "exchange: 'hierarchical' needs to know the hosts: LocalGroup(size, hosts=ranks "
+                "on each host)"
+            )
+        host, place = divmod(rank, self.ranks_per_host)
+        if scope is Scope.LOCAL:
+            first = host * self.ranks_per_host
+            return tuple(range(first, first + self.ranks_per_host))
+        return tuple(range(place, self.size, self.ranks_per_host))
+
     def _submit(self, rank: int, name: str, payload: Payload) -> _Meeting:
+        ranks = self._part(rank, payload.scope)
+        if payload.kind is Kind.NOTHING:
+            nothing = Reduced(Kind.NOTHING, payload.buffer, len(ranks))
+            return _Meeting(ranks, results={rank: nothing})
         with self._changed:
-            meeting = self._meetings.setdefault(name, _Meeting())
+            meeting = self._meetings.setdefault((name, ranks), _Meeting(ranks))
             if rank in meeting.payloads:
                 raise MismatchError(f"rank {rank} submitted {name!r} twice before all others did")
             meeting.payloads[rank] = payload
-            if len(meeting.payloads) == self.size:
-                del self._meetings[name]
+            if len(meeting.payloads) == len(ranks):
+                del self._meetings[name, ranks]
                 try:
-                    meeting.results = combine([meeting.payloads[r] for r in range(self.size)])
+                    combined = combine([meeting.payloads[r] for r in ranks])
+                    meeting.results = dict(zip(ranks, combined, strict=True))
                 except Exception as error:
                     meeting.error = type(error)(f"{name}: {error}")
                 self._changed.notify_all()
@@ -136,7 +162,7 @@ class LocalGroup:
             if self._failed is not None and not self._done(meeting):
                 raise StallError(f"{name}: another rank failed: {self._failed}")
             if not finished:
-                missing = sorted(set(range(self.size)) - set(meeting.payloads))
+                missing = sorted(set(meeting.ranks) - set(meeting.payloads))
                 raise StallError(f"{name}: rank {rank} waited {self.stall:g} s for ranks {missing}")
         if meeting.error is not None:
             raise meeting.error
@@ -165,6 +191,14 @@ class LocalMember:
     @property
     def identity(self) -> str:
         return self.group.identity
+
+    def hosts(self) -> Hosts:
+        local = self.group._part(self.rank, Scope.LOCAL)
+        cross = self.group._part(self.rank, Scope.CROSS)
+        return Hosts(local.index(self.rank), len(local), cross.index(self.rank), len(cross))
+
+    def part_size(self, scope: Scope) -> int:
+        return len(self.group._part(self.rank, scope))
 
     def submit(self, name: str, payload: Payload) -> tuple[str, _Meeting]:
         return name, self.group._submit(self.rank, name, payload)

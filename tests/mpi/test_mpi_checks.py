@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from programs.registry import load
 from ranks import BATCH_LIMIT, STARTS, Batch
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from ranks import LIMIT, Run, environment, script, start
 
 pytestmark = pytest.mark.mpi

@@ -53,11 +53,11 @@ def excluded_layer_differs(world: World) -> None:
     """case 11: a layer that is dense on one rank and compressed on the other."""
     # bf16's carriers have one size whatever the layer; a dense gradient's size would differ, which
     # Horovod itself refuses. So the layers are told apart by min_numel, below the smallest.
-    feedback = _odd(world, False, True)
+    memory = _odd(world, "ef21", "ef")
     _disagree(
         world,
-        lambda named, **options: greco.TopK(named, 0.05, error_feedback=feedback, **options),
-        "memory", "error feedback", "none",
+        lambda named, **options: greco.TopK(named, 0.05, memory=memory, **options),
+        "memory", "ef", "ef21",
     )  # fmt: skip
 
 

@@ -383,8 +383,10 @@ def parameters_stay_equal(world: World, spec: str) -> None:
     named = [(f"{world.name}/{n}", p) for n, p in model.named_parameters()]
     hvd.broadcast_parameters(dict(named), root_rank=0)
     compression = methods.build(spec, iter(named))
+    # DGC has momentum of its own, and refuses an optimizer that adds another.
+    betas = (0.0, 0.999) if spec.startswith("dgc") else (0.9, 0.999)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.Adam(model.parameters(), lr=0.01),
+        torch.optim.Adam(model.parameters(), lr=0.01, betas=betas),
         named_parameters=named,
         compression=compression,
     )
@@ -401,7 +403,11 @@ def parameters_stay_equal(world: World, spec: str) -> None:
     assert all(torch.isfinite(p).all() for p in model.parameters())
     report = compression.last_report
     assert report is not None
-    assert report.sent_bytes == compression.wire_bytes(), "bytes sent are not those announced"
+    if spec.startswith("sharedtopk") and world.rank != 7 % world.size:
+        # What is announced is what the step's leader sends; the others send no positions.
+        assert report.sent_bytes < compression.wire_bytes()
+    else:
+        assert report.sent_bytes == compression.wire_bytes(), "bytes sent are not those announced"
     assert (report.ratio > 1) == (spec != "dense"), f"{spec} sent 1/{report.ratio:.3f} of dense"
 
 

@@ -1,0 +1,193 @@
+"""ACP-SGD: PowerSGD's two products in turns, one of them a step.
+
+Source: Zhang, Shi and Li 2023, "Evaluation and Optimization of Gradient Compression for
+Distributed Deep Learning" (arXiv 2306.08881).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .. import kernels
+from ..layers import Layer, LayerState
+from ..payload import Kind, Payload, Reduced, network_bytes
+from ..registry import register_codec
+from .base import Codec, Level, StepContext
+from .low_rank import (
+    check_rank,
+    drawn,
+    factor,
+    rank_menu,
+    rank_of,
+    resized,
+    scaled_rows,
+)
+
+#: The factor of the last step, orthonormal: left [r, n] or right [r, m]. One of them is held.
+_LEFT, _RIGHT = "acp.p", "acp.q"
+
+
+@dataclass(frozen=True)
+class _Own:
+    """The orthonormal factor that this step works with, and on which side of the product it is."""
+
+    basis: torch.Tensor
+    left: bool
+
+
+@register_codec(
+    "acp",
+    public="ACP",
+    level="rank",
+    default=4,
+    memory="ef",
+    description="one factor of a rank-r approximation a step, in turns, error feedback",
+)
+class ACPCodec(Codec):
+    """Low rank in one small allreduce a step, carried by Horovod's own (ACP-SGD).
+
+    In one step all ranks hold an orthonormal right factor Q and add up ``P = M Q``; in the next
+    they orthonormalise that P and add up ``Q = M^T P``; and so on: PowerSGD's iteration at half
+    the pace (Zhang et al. 2023, arXiv 2306.08881). There is no second round to wait for, and
+    nothing travels but what rides Horovod's allreduce, so it goes with ``join()`` and costs less
+    time than PowerSGD; in fast-changing phases its projection lags behind.
+
+    The level is the rank r, chosen as for PowerSGD. A layer of n by m (shape[0] by the rest)
+    sends 4 r max(n, m) bytes in fp32: the two factors take turns in a payload of one size, since
+    Horovod would negotiate anew about a tensor whose size changes. A rank above min(n, m) counts
+    as that. When the rank changes in mid-training, the leading directions are kept.
+    Half-precision gradients are worked on in fp32.
+
+    Memory: at most r max(n, m) values for each layer that persist, as many in reused buffers,
+    and error feedback's copy.
+    """
+
+    name = "acp"
+    private = False
+
+    def check_level(self, level: Level) -> Level:
+        return check_rank(level)
+
+    def menu(self, layer: Layer) -> tuple[Level, ...]:
+        return rank_menu(layer)
+
+    def wire_bytes(self, layer: Layer, level: Level, size: int) -> int:
+        return _elements(layer, level) * layer.work_dtype.itemsize
+
+    def network_bytes(self, layer: Layer, level: Level, size: int) -> int:
+        return network_bytes(Kind.CARRIED, self.wire_bytes(layer, level, size), size)
+
+    def encode(
+        self,
+        layer: Layer,
+        state: LayerState,
+        vector: torch.Tensor,
+        level: Level,
+        context: StepContext,
+    ) -> Payload:
+        own = self._basis(layer, state, level, context, vector)
+        rank, matrix = own.basis.shape[0], vector.view(layer.matrix)
+        sent = context.buffers.get("acp", _elements(layer, level), layer.work_dtype, vector.device)
+        length = layer.matrix[1] if own.left else layer.matrix[0]
+        product = kernels.project_columns if own.left else kernels.project_rows
+        product(own.basis, matrix, sent[: rank * length].view(rank, length))
+        sent[rank * length :].zero_()
+        return Payload(Kind.CARRIED, sent, own=own, finite=kernels.all_finite(vector))
+
+    def encode_absent(
+        self,
+        layer: Layer,
+        state: LayerState,
+        level: Level,
+        context: StepContext,
+        like: torch.Tensor,
+    ) -> Payload:
+        own = self._basis(layer, state, level, context, like)
+        sent = context.buffers.get("acp", _elements(layer, level), layer.work_dtype, like.device)
+        return Payload(Kind.CARRIED, sent.zero_(), own=own)
+
+    def decode(
+        self,
+        layer: Layer,
+        level: Level,
+        context: StepContext,
+        sent: Payload,
+        reduced: Reduced,
+        out: torch.Tensor,
+    ) -> None:
+        left, right = self._factors(layer, level, sent.own, reduced)
+        kernels.low_rank(left, right, out.view(layer.matrix))
+
+    def add_own(
+        self,
+        layer: Layer,
+        level: Level,
+        context: StepContext,
+        sent: Payload,
+        vector: torch.Tensor,
+        alpha: float,
+    ) -> None:
+        local = Reduced(sent.kind, sent.buffer, 1)
+        left, right = self._factors(layer, level, sent.own, local)
+        kernels.add_low_rank(vector.view(layer.matrix), left, right, alpha)
+
+    def commit(
+        self,
+        layer: Layer,
+        state: LayerState,
+        level: Level,
+        context: StepContext,
+        sent: Payload,
+        reduced: Reduced,
+    ) -> None:
+        left, right = self._factors(layer, level, sent.own, reduced)
+        # Scaled to a power of two first: the mean and the sum of two ranks keep the same bits.
+        found = scaled_rows(right if sent.own.left else left)
+        if found is None:
+            return  # no gradient anywhere: the same turn again, with the directions that we have
+        # Here rather than in the next encode, which runs inside the backward pass.
+        basis = kernels.orthonormalise(found[0].unsqueeze(0))[0]
+        alive = basis.any(dim=1)
+        if not bool(alive.all()):
+            # Directions that the gradient lacks now: look elsewhere, behind those that it has.
+            kept = basis[alive]
+            missing, length = basis.shape[0] - kept.shape[0], basis.shape[1]
+            fresh = drawn(layer, context, f"again/{context.step}", missing, length, basis)
+            basis = kernels.orthonormalise(torch.cat((kept, fresh)).unsqueeze(0))[0]
+        now, before = (_RIGHT, _LEFT) if sent.own.left else (_LEFT, _RIGHT)
+        state.slots[now] = basis
+        state.slots.pop(before, None)
+
+    def _factors(
+        self, layer: Layer, level: Level, own: _Own, reduced: Reduced
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Left and right factor: the basis, and what was added up."""
+        n, m = layer.matrix
+        summed = factor(reduced, own.basis.shape[0], m if own.left else n, _elements(layer, level))
+        return (own.basis, summed) if own.left else (summed, own.basis)
+
+    def _basis(
+        self,
+        layer: Layer,
+        state: LayerState,
+        level: Level,
+        context: StepContext,
+        like: torch.Tensor,
+    ) -> _Own:
+        """Whose turn it is. What was added up last decides, so a skipped step loses no turn."""
+        rank, (n, m) = rank_of(layer, level), layer.matrix
+        held = resized(state.slots.get(_LEFT), layer, context, rank, n, like)
+        if held is not None:
+            return _Own(held, left=True)
+        held = resized(state.slots.get(_RIGHT), layer, context, rank, m, like)
+        if held is None:
+            start = drawn(layer, context, "start", rank, m, like)
+            held = kernels.orthonormalise(start.unsqueeze(0))[0]
+        return _Own(held, left=False)
+
+
+def _elements(layer: Layer, level: Level) -> int:
+    """Elements of a payload: the larger factor's, in every step."""
+    return rank_of(layer, level) * max(layer.matrix)

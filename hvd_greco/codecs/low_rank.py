@@ -1,0 +1,124 @@
+"""What the low-rank codecs share: ranks, starts drawn alike on all ranks, and warm starts.
+
+A layer's vector is seen as a matrix M of ``layer.matrix`` = n rows by m columns. Factors lie in
+memory as ``[r, n]`` and ``[r, m]``, one row for each direction (``kernels.linalg``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+
+from .. import kernels
+from ..config import check_count
+from ..errors import ConfigError, WireError
+from ..layers import Layer
+from ..payload import Reduced
+from .base import Level, StepContext
+
+_MENU = (1, 2, 4, 8, 16, 32, 64)
+
+
+def check_rank(level: Level) -> int:
+    """A rank: a whole number of at least 1 (a float such as 4.0 from a controller counts)."""
+    if isinstance(level, float) and level.is_integer():
+        level = int(level)
+    try:
+        return check_count("rank", level, minimum=1)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; 4 is usual") from None
+
+
+def rank_of(layer: Layer, level: Level) -> int:
+    """The rank that a layer gets: no matrix has more directions than rows or columns."""
+    assert level is not None
+    return min(int(level), *layer.matrix)
+
+
+def rank_menu(layer: Layer) -> tuple[Level, ...]:
+    """Ranks whose two factors are smaller than the matrix."""
+    n, m = layer.matrix
+    return tuple(rank for rank in _MENU if rank * (n + m) < n * m)
+
+
+def factor(reduced: Reduced, rank: int, length: int, padded: int = 0) -> torch.Tensor:
+    """What came back, as a factor ``[rank, length]``.
+
+    Args:
+        reduced: what came back.
+        rank: rows.
+        length: columns.
+        padded: elements that the buffer has, if it has more than the factor.
+
+    Raises:
+        WireError: another number of elements.
+    """
+    expected = padded or rank * length
+    if reduced.buffer.numel() != expected:
+        raise WireError(
+            f"a factor of {rank} x {length} in {expected} elements expected, got "
+            f"{reduced.buffer.numel()}: ranks run different levels or versions"
+        )
+    return reduced.buffer[: rank * length].view(rank, length)
+
+
+def drawn(
+    layer: Layer, context: StepContext, what: str, rows: int, length: int, like: torch.Tensor
+) -> torch.Tensor:
+    """Random rows ``[rows, length]``, the same on all ranks for the same ``what``."""
+    words = hashlib.blake2b(f"{context.seed}/{layer.name}/{what}".encode(), digest_size=16).digest()
+    key = (int.from_bytes(words[:8], "little"), int.from_bytes(words[8:], "little"))
+    start = torch.empty(0, dtype=layer.work_dtype, device=like.device)
+    return kernels.shared_uniform(key, rows, length, start)
+
+
+def resized(
+    held: torch.Tensor | None,
+    layer: Layer,
+    context: StepContext,
+    rank: int,
+    length: int,
+    like: torch.Tensor,
+) -> torch.Tensor | None:
+    """A warm start for ``rank`` directions, from one for as many as there were.
+
+    The leading rows stay as they are: they follow the largest singular values. New ones are
+    drawn at random and made orthogonal to them.
+
+    Args:
+        held: shape ``[r', length]``, or None.
+
+    Returns:
+        Shape ``[rank, length]``; None if there is nothing to start from.
+    """
+    if held is None or held.dim() != 2 or held.shape[1] != length:
+        return None
+    held = held.to(like.device, layer.work_dtype)
+    missing = rank - held.shape[0]
+    if missing <= 0:
+        return held[:rank]
+    fresh = drawn(layer, context, f"wider/{held.shape[0]}", missing, length, like)
+    both = kernels.orthonormalise(torch.cat((held, fresh)).unsqueeze(0))[0]
+    return torch.cat((held, both[held.shape[0] :]))
+
+
+def scaled_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Rows with their largest magnitudes brought to between 0.5 and 1, exactly.
+
+    Only directions matter in a warm start. Without this, products with it would underflow for
+    gradients of 1e-20, and overflow for those of 1e20.
+
+    Returns:
+        A new tensor, and which rows are not zero; None if all are zero, or any entry is not
+        finite (finite contributions may add up to inf).
+    """
+    top = rows.abs().amax(dim=1)
+    sizes = top.double().cpu().numpy()
+    if not sizes.any() or not np.isfinite(sizes).all():
+        return None
+    # In fp64, where all of fp32's range has an inverse; fp64's smallest numbers stay small.
+    scales = np.ldexp(1.0, np.minimum(-np.frexp(sizes)[1], 1000))
+    scaled = rows * torch.from_numpy(scales).to(rows.device).unsqueeze(1)
+    return scaled.to(rows.dtype), top > 0

@@ -1,0 +1,271 @@
+"""The table's entries for quantisers: fewer bits for each element, all elements kept.
+
+Codes of ``bits`` bits stand for the ``2 s + 1`` multiples of ``scale / s`` from ``-scale`` to
+``scale``, with ``s = 2**(bits-1) - 1``; code ``s`` is zero, so no bucket has two zeros and the
+largest code of the width is never used.
+
+Rounding is part of the contract, so that backends agree: with ``f = trunc(x / scale * (s *
+2**23))``, an integer, the code is ``(f + noise + s * 2**23) >> 23``, where noise is a uniform
+23-bit integer, or ``2**22`` for rounding to nearest. Noise is a function of ``key`` and of the
+element's position. A bucket whose scale is 0 gets code ``s`` throughout; codes of non-finite
+buckets are valid but mean nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import ConfigError, WireError
+from .dispatch import call, need_flat
+
+_FLOATS = (torch.float32, torch.float64)
+NORMS = ("max", "l2")
+
+
+def packed_bytes(numel: int, bits: int) -> int:
+    """Bytes of ``numel`` codes of ``bits`` bits."""
+    return -(-numel * bits // 8)
+
+
+def bucket_scales(vector: torch.Tensor, bucket: int, norm: str) -> torch.Tensor:
+    """The norm of every ``bucket`` elements; the last bucket has what is left.
+
+    Args:
+        vector: fp32 or fp64, shape ``[d]``, contiguous.
+        bucket: elements of a bucket.
+        norm: ``"max"`` (largest magnitude) or ``"l2"`` (Euclidean, never below the largest
+            magnitude and never infinite for finite elements).
+
+    Returns:
+        Shape ``[ceil(d / bucket)]``, the vector's dtype. Norms below the smallest normal number
+        come out as 0; those of buckets with NaN or infinity are not finite.
+    """
+    need_flat("bucket_scales", vector, *_FLOATS)
+    if norm not in NORMS:
+        raise ConfigError(f"bucket_scales: norm {norm!r} is none of {', '.join(NORMS)}")
+    _check_bucket("bucket_scales", bucket)
+    scales: torch.Tensor = call("bucket_scales", vector, bucket, norm)
+    return scales
+
+
+def quantise_pack(
+    vector: torch.Tensor,
+    scales: torch.Tensor,
+    bucket: int,
+    bits: int,
+    key: tuple[int, int] | None,
+    out: torch.Tensor,
+) -> None:
+    """Codes of ``bits`` bits, packed without gaps, lowest bits first.
+
+    Args:
+        vector: fp32 or fp64, shape ``[d]``, contiguous.
+        scales: one for each bucket, same dtype; at least the bucket's largest magnitude.
+        bucket: elements of a bucket.
+        bits: 2 to 8.
+        key: two 64-bit words for random, unbiased rounding; None rounds to nearest.
+        out: uint8, shape ``[packed_bytes(d, bits)]``; bits beyond the last code are 0.
+    """
+    need_flat("quantise_pack", vector, *_FLOATS)
+    need_flat("quantise_pack", out, torch.uint8)
+    _check_bits("quantise_pack", bits)
+    _check_scales("quantise_pack", scales, vector, bucket)
+    if out.numel() != packed_bytes(vector.numel(), bits):
+        raise ConfigError(
+            f"quantise_pack: out has {out.numel()} bytes, {vector.numel()} codes of {bits} bits "
+            f"take {packed_bytes(vector.numel(), bits)}"
+        )
+    call("quantise_pack", vector, scales, bucket, bits, key, out)
+
+
+def dequantise_add(
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    bucket: int,
+    bits: int,
+    alpha: float,
+    out: torch.Tensor,
+) -> None:
+    """``out += alpha * values`` of what :func:`quantise_pack` wrote; ``out`` in the scales' dtype.
+
+    Raises:
+        WireError: the wrong number of bytes, the code that is never used, or a negative scale.
+    """
+    need_flat("dequantise_add", packed, torch.uint8)
+    need_flat("dequantise_add", out, *_FLOATS)
+    _check_bits("dequantise_add", bits)
+    _check_scales("dequantise_add", scales, out, bucket)
+    _check_length("codes", packed, packed_bytes(out.numel(), bits))
+    if bool((scales < 0).any()):
+        raise WireError(f"scale {float(scales.min())} received, scales are not negative")
+    call("dequantise_add", packed, scales, bucket, bits, alpha, out)
+
+
+def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 codes below ``2**bits``, packed without gaps: ``packed_bytes(d, bits)`` bytes.
+
+    Code i takes bits ``bits * i`` and up of the buffer, counted from each byte's lowest bit.
+    """
+    need_flat("pack_bits", codes, torch.uint8)
+    _check_bits("pack_bits", bits, least=1)
+    out = torch.empty(packed_bytes(codes.numel(), bits), dtype=torch.uint8, device=codes.device)
+    call("pack_bits", codes, bits, out)
+    return out
+
+
+def unpack_bits(packed: torch.Tensor, bits: int, numel: int) -> torch.Tensor:
+    """Inverse of :func:`pack_bits`: uint8, shape ``[numel]``; may share memory with ``packed``."""
+    need_flat("unpack_bits", packed, torch.uint8)
+    _check_bits("unpack_bits", bits, least=1)
+    _check_length("codes", packed, packed_bytes(numel, bits))
+    codes: torch.Tensor = call("unpack_bits", packed, bits, numel)
+    return codes
+
+
+def quantise_lanes(
+    vector: torch.Tensor,
+    scale: torch.Tensor,
+    bits: int,
+    width: int,
+    key: tuple[int, int] | None,
+    out: torch.Tensor,
+) -> None:
+    """Signed codes ``-s..s`` in int32 words that may be added over ranks like numbers.
+
+    A word is ``sum(code_i << (width * i))`` over its ``32 // width`` lanes. With
+    ``width >= bits + ceil(log2 N)``, no partial sum of N such words leaves int32, in any order,
+    and :func:`lanes_add` gets the sum of every lane back. A word of 0 is zero in every lane.
+
+    Args:
+        vector: fp32 or fp64, shape ``[d]``, contiguous.
+        scale: 0-dim, same dtype; at least the largest magnitude.
+        bits: 2 to 8.
+        width: bits of a lane.
+        key: as for :func:`quantise_pack`.
+        out: int32, shape ``[lane_words(d, width)]``. Lane i of word w holds element
+            ``i * lane_words + w`` of the vector; lanes beyond the last element hold 0.
+    """
+    need_flat("quantise_lanes", vector, *_FLOATS)
+    need_flat("quantise_lanes", out, torch.int32)
+    _check_lanes("quantise_lanes", scale, vector, bits, width)
+    if out.numel() != lane_words(vector.numel(), width):
+        raise ConfigError(f"quantise_lanes: out has {out.numel()} words for {vector.numel()}")
+    call("quantise_lanes", vector, scale, bits, width, key, out)
+
+
+def lane_words(numel: int, width: int) -> int:
+    """int32 words for ``numel`` lanes of ``width`` bits."""
+    return -(-numel // (32 // width))
+
+
+def lanes_add(
+    words: torch.Tensor,
+    scale: torch.Tensor,
+    bits: int,
+    width: int,
+    ranks: int,
+    alpha: float,
+    out: torch.Tensor,
+) -> None:
+    """``out += alpha * (sum over ranks)`` of what ``ranks`` ranks' :func:`quantise_lanes` gave.
+
+    Raises:
+        WireError: the wrong number of words, or a sum that so many ranks cannot reach.
+    """
+    need_flat("lanes_add", words, torch.int32)
+    need_flat("lanes_add", out, *_FLOATS)
+    _check_lanes("lanes_add", scale, out, bits, width)
+    if ranks < 1 or ranks << bits > 1 << width:
+        raise ConfigError(
+            f"lanes_add: {ranks} ranks with {bits} bits do not fit lanes of {width} bits"
+        )
+    _check_length("lanes", words, lane_words(out.numel(), width))
+    call("lanes_add", words, scale, bits, width, ranks, alpha, out)
+
+
+def natural_pack(
+    vector: torch.Tensor, exponent: torch.Tensor, key: tuple[int, int], out: torch.Tensor
+) -> None:
+    """Magnitudes rounded at random, without bias, to a power of two next to them.
+
+    A code is ``sign << 7 | c``: c = 0 is zero, any other is ``2**(exponent + c - 127)``. With
+    ``y = fp32(x * 2**-exponent)``, c is the exponent field of y's bit pattern plus noise, as a
+    pattern: what is below ``2**(exponent - 126)`` becomes that or zero, in proportion.
+
+    Args:
+        vector: fp32 or fp64, shape ``[d]``, contiguous.
+        exponent: 0-dim int32, at least -1022, with no magnitude above ``2**exponent``.
+        key: two 64-bit words.
+        out: uint8, shape ``[d]``.
+    """
+    need_flat("natural_pack", vector, *_FLOATS)
+    need_flat("natural_pack", out, torch.uint8)
+    if out.numel() != vector.numel():
+        raise ConfigError(f"natural_pack: out has {out.numel()} of {vector.numel()} bytes")
+    call("natural_pack", vector, exponent, key, out)
+
+
+def natural_add(codes: torch.Tensor, factor: float, out: torch.Tensor) -> None:
+    """``out += factor * 2**(c - 127)``, signed, of what :func:`natural_pack` wrote."""
+    need_flat("natural_add", codes, torch.uint8)
+    need_flat("natural_add", out, *_FLOATS)
+    _check_length("codes", codes, out.numel())
+    call("natural_add", codes, factor, out)
+
+
+def mean_magnitude(vector: torch.Tensor) -> torch.Tensor:
+    """``sum |x| / d``, 0-dim, the vector's dtype; added up in fp64, so that it never overflows."""
+    need_flat("mean_magnitude", vector, *_FLOATS)
+    mean: torch.Tensor = call("mean_magnitude", vector)
+    return mean
+
+
+def sign_pack(vector: torch.Tensor, out: torch.Tensor) -> None:
+    """One bit for each element, lowest first: 1 where it is negative. ``out`` is uint8."""
+    need_flat("sign_pack", vector, *_FLOATS)
+    need_flat("sign_pack", out, torch.uint8)
+    if out.numel() != packed_bytes(vector.numel(), 1):
+        raise ConfigError(f"sign_pack: out has {out.numel()} bytes for {vector.numel()} elements")
+    call("sign_pack", vector, out)
+
+
+def sign_add(packed: torch.Tensor, scale: torch.Tensor, alpha: float, out: torch.Tensor) -> None:
+    """``out += alpha * scale`` where :func:`sign_pack` wrote 0, ``-= alpha * scale`` elsewhere."""
+    need_flat("sign_add", packed, torch.uint8)
+    need_flat("sign_add", out, *_FLOATS)
+    _check_length("signs", packed, packed_bytes(out.numel(), 1))
+    call("sign_add", packed, scale, alpha, out)
+
+
+def _check_bits(name: str, bits: int, least: int = 2) -> None:
+    if not least <= bits <= 8:
+        raise ConfigError(f"{name}: bits={bits} is outside {least}..8")
+
+
+def _check_bucket(name: str, bucket: int) -> None:
+    if bucket < 1:
+        raise ConfigError(f"{name}: bucket={bucket} is not positive")
+
+
+def _check_scales(name: str, scales: torch.Tensor, values: torch.Tensor, bucket: int) -> None:
+    need_flat(name, scales, values.dtype)
+    _check_bucket(name, bucket)
+    if scales.numel() != -(-values.numel() // bucket):
+        raise ConfigError(
+            f"{name}: {scales.numel()} scales for {values.numel()} elements in buckets of {bucket}"
+        )
+
+
+def _check_lanes(
+    name: str, scale: torch.Tensor, values: torch.Tensor, bits: int, width: int
+) -> None:
+    _check_bits(name, bits)
+    if not bits <= width <= 31:
+        raise ConfigError(f"{name}: lanes of {width} bits, {bits}..31 can be")
+    if scale.dim() != 0 or scale.dtype != values.dtype:
+        raise ConfigError(f"{name}: scale needs shape () and dtype {values.dtype}, got {scale!r}")
+
+
+def _check_length(what: str, received: torch.Tensor, expected: int) -> None:
+    if received.numel() != expected:
+        raise WireError(f"{what}: {expected} expected, got {received.numel()}")
