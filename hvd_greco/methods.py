@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 #: Options of every method, beside the codec's own, with a value that shows their type.
 _COMMON: Mapping[str, Any] = {"memory": "", "exchange": "", "min_numel": 0, "seed": 0}
 
-#: The order of tables; what is not named here follows by name.
-_ORDER = (
+#: The order of tables; what is not named here (codecs of others) follows by name. Also what help
+#: texts list, since looking methods up imports torch.
+ORDER = (
     "dense", "fp16", "bf16", "topk", "dgc", "sharedtopk", "randomk",
     "qsgd", "natural", "sign", "summable", "powersgd", "acp",
 )  # fmt: skip
@@ -44,7 +45,7 @@ class Spec:
 
 def available() -> dict[str, Entry]:
     """All methods by name, in the order in which tables show them."""
-    rank = {name: i for i, name in enumerate(_ORDER)}
+    rank = {name: i for i, name in enumerate(ORDER)}
     found = registry.codecs()
     return {name: found[name] for name in sorted(found, key=lambda n: (rank.get(n, len(rank)), n))}
 

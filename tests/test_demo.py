@@ -226,6 +226,7 @@ def test_importing_the_command_does_not_import_torch() -> None:
 
 def _summary(bits: float | None) -> dict[str, object]:
     numbers = {"wire_bytes_per_step": 10, "dense_bytes_per_step": 40, "step_ms_median": 1.0}
+    numbers["network_bytes_per_step"] = 10
     result = {"method": "dense", **numbers, "ratio": 4.0, "val_bits_per_byte": bits}
     return {"world_size": 2, "steps": 3, "seed": 1, "parameters": 10, "results": [result]}
 

@@ -41,6 +41,10 @@ def test_bad_specs_say_what_would_work(text: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_help_lists_every_method() -> None:
+    assert [name for name in methods.available() if name != "tern"] == list(methods.ORDER)
+
+
 def test_an_empty_list_is_refused() -> None:
     with pytest.raises(ConfigError, match="names none"):
         methods.parse_list(" , ")

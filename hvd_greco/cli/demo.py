@@ -17,7 +17,7 @@ from ..demo.config import (
     MODELS,
     make_config,
 )
-from ..methods import available
+from ..methods import ORDER
 
 
 def demo(
@@ -27,7 +27,7 @@ def demo(
         str,
         typer.Option(
             "--methods",
-            help=f"Commas between: {', '.join(available())}, each with options if you like "
+            help=f"Commas between: {', '.join(ORDER)}, each with options if you like "
             "(topk:density=0.001), or [bold]all[/]. dense always runs first, to compare with.",
         ),
     ] = DEFAULT_METHODS,
