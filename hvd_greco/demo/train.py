@@ -124,8 +124,13 @@ def train_method(
             the step's seconds.
     """
     model = build_model(config.model, config.seed).to(device)
-    compression = methods.build(method, model.named_parameters())
-    base = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=MOMENTUM)
+    spec = methods.parse(method)
+    # DGC applies momentum before compressing, and refuses an optimizer that adds its own.
+    brings_momentum = "memory" in spec.method.brings
+    own = {"momentum": MOMENTUM} if brings_momentum else {}
+    compression = methods.build(spec, model.named_parameters(), **own)
+    momentum = 0.0 if brings_momentum else MOMENTUM
+    base = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=momentum)
     optimizer = hvd.DistributedOptimizer(
         base, named_parameters=model.named_parameters(), compression=compression
     )
