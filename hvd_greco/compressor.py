@@ -106,7 +106,8 @@ class Compressor:
         dense = DenseCodec()
         self._codecs: dict[str, Codec] = {dense.name: dense, codec.name: codec}
         self._memory.bind(dict(pairs), max(1, self._group.size))
-        self._directory = Directory(pairs)
+        # What never keeps a residual need not know which gradients are new.
+        self._directory = Directory(pairs, watch=not isinstance(codec, DenseCodec))
         self._schedule = schedule
         self._min_numel = check_count("min_numel", min_numel)
         self._exclude = exclude
@@ -317,8 +318,11 @@ class Compressor:
         if self._mixed:
             # Its overflow makes a scaler skip the step, so compressed layers must not move on.
             self._beacon.note(kernels.all_finite(gradient))
-        sent = gradient.to(codec.wire_dtype(gradient.dtype)).contiguous()
-        nbytes = sent.numel() * sent.element_size()
+        dtype = codec.wire_dtype(gradient.dtype)
+        sent = gradient if gradient.dtype == dtype else gradient.to(dtype)
+        if not sent.is_contiguous():
+            sent = sent.contiguous()
+        nbytes = sent.nbytes
         self._ledger.add(slot.layer.name, Kind.CARRIED, nbytes, self._group.size)
         return sent
 

@@ -47,7 +47,7 @@ class Slot:
 class Directory:
     """All layers of a compressor, found by their gradients."""
 
-    def __init__(self, pairs: list[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, pairs: list[tuple[str, torch.Tensor]], watch: bool = True) -> None:
         self.slots = [
             Slot(Layer(index, name, tuple(parameter.shape), parameter.dtype), parameter)
             for index, (name, parameter) in enumerate(pairs)
@@ -62,8 +62,11 @@ class Directory:
         self._hooks = [
             slot.parameter.register_post_accumulate_grad_hook(self._make_hook(slot))
             for slot in self.slots
-            if slot.parameter.requires_grad
+            if watch and slot.parameter.requires_grad
         ]
+        #: The order of the last step, which the next one mostly repeats, and the place in it.
+        self._order: list[Slot] = []
+        self._found: list[Slot] = []
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
@@ -74,6 +77,7 @@ class Directory:
     def forget(self) -> None:
         """Drop the hints of a finished step; most gradients are new tensors in the next."""
         self._by_gradient.clear()
+        self._order, self._found = self._found, []
 
     def _make_hook(self, slot: Slot) -> Any:
         def hook(parameter: torch.Tensor) -> None:
@@ -97,11 +101,15 @@ class Directory:
                 "Embedding(sparse=False)"
             )
         slot = self._by_gradient.get(id(tensor))
+        if slot is None and len(self._found) < len(self._order):
+            slot = self._order[len(self._found)]
         if slot is not None and slot.parameter.grad is tensor:
+            self._found.append(slot)
             return slot
         for slot in self.slots:
             if slot.parameter.grad is tensor:
                 self._by_gradient[id(tensor)] = slot
+                self._found.append(slot)
                 return slot
         found = self._sparse_parent(tensor)
         if found is not None:

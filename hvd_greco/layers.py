@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -35,17 +36,17 @@ class Layer:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements, d."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def work_dtype(self) -> torch.dtype:
         """dtype of residuals, selected values and sums: fp32, or fp64 for fp64 gradients."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
-    @property
+    @cached_property
     def dense_bytes(self) -> int:
         """Bytes of the uncompressed gradient."""
         return self.numel * self.dtype.itemsize
