@@ -109,18 +109,22 @@ def run_ranks(
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired as expired:
-        _kill(process)
+        stop_ranks(process)
         output, _ = process.communicate()
         raise subprocess.TimeoutExpired(process.args, expired.timeout, output=output) from None
     except BaseException:
         # KeyboardInterrupt, or a test's own time limit: ranks must not outlive their caller.
-        _kill(process)
+        stop_ranks(process)
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, output or "", "")
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
-    """End mpirun and all its ranks.
+def stop_ranks(process: subprocess.Popen[str], grace: float = 10.0) -> None:
+    """End mpirun and all its ranks; nothing happens if they have ended.
+
+    Args:
+        process: mpirun, started in a session of its own.
+        grace: seconds to leave after each signal.
 
     mpirun forwards SIGTERM, but a rank stuck in a collective needs SIGKILL, and ranks are in
     process groups of their own: when mpirun itself has to be killed, they would live on, and hold
@@ -133,7 +137,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
         except ProcessLookupError:
             break
         try:
-            process.wait(timeout=10)
+            process.wait(timeout=grace)
         except subprocess.TimeoutExpired:
             continue
         break

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from ..errors import GrecoError, HorovodNotFoundError
-from ..launch import mpi_environment, mpirun_command, python_command
+from ..launch import mpi_environment, mpirun_command, python_command, stop_ranks
 from .config import DemoConfig, prepare_output
 from .summary import make_summary, write_summary
 from .view import View
@@ -51,16 +51,6 @@ class _Follower:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _stop(process: subprocess.Popen[str]) -> None:
-    """End mpirun and its ranks: it forwards SIGTERM; a rank stuck in MPI needs SIGKILL."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sign)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=GRACE)
-            return
 
 
 @contextlib.contextmanager
@@ -125,7 +115,7 @@ def _follow(config: DemoConfig, events_path: Path, view: View) -> list[dict[str,
             if running:
                 time.sleep(POLL)
     finally:
-        _stop(process)
+        stop_ranks(process, GRACE)
         printer.join(timeout=GRACE)
         follower.close()
     if process.returncode != 0 or not events or events[-1]["event"] != "done":
