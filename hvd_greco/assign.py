@@ -28,7 +28,8 @@ def uniform_plan(
 
     A layer goes dense if it has fewer than ``min_numel`` elements, if its name matches a pattern
     of ``exclude``, if its dtype is none that we compress, or if the payload would put no fewer
-    bytes on the link than its gradient does, with as many ranks as there are.
+    bytes on the link than its gradient does, with as many ranks as there are, or if in any step
+    it could be larger than the gradient.
     """
     if isinstance(exclude, str):
         raise ConfigError(
@@ -38,7 +39,8 @@ def uniform_plan(
     for layer in layers:
         tail = carrier.LENGTH * layer.work_dtype.itemsize
         cost = codec.network_bytes(layer, level, size) + network_bytes(Kind.CARRIED, tail, size)
-        saves = cost < dense.network_bytes(layer, None, size)
+        largest = codec.wire_bytes(layer, level, size) + tail
+        saves = cost < dense.network_bytes(layer, None, size) and largest < layer.dense_bytes
         takes_part = (
             size > 1
             and layer.numel >= max(1, min_numel)

@@ -81,7 +81,7 @@ ROWS = {
     "randomk-10%": Row(RandomKCodec, 0.1, None, "ef"),
     "powersgd-4": Row(PowerSGDCodec, 4, None, "ef"),
     "powersgd-clamped": Row(PowerSGDCodec, 1000, None, "ef"),
-    "acp-4": Row(ACPCodec, 4, None, "ef"),
+    "acp-4": Row(ACPCodec, 4, None, "ef", False),
     "topk-all-fp16": Row(lambda: TopKCodec("fp16"), 1.0, 2e-3, "ef"),
     "topk-5%-fp16": Row(lambda: TopKCodec("fp16"), 0.05, None, "ef"),
     "topk-all-q8": Row(lambda: TopKCodec("q8"), 1.0, 1e-2, "ef"),

@@ -579,13 +579,14 @@ def test_acp_takes_turns_and_a_skipped_step_loses_none() -> None:
     assert [next(iter(held.values())).shape for held in after[:2]] == [(4, 40), (4, 30)]
 
 
-def test_acp_fills_the_shorter_factor_with_zeros() -> None:
-    layer, codec, here = Layer(0, "w", (30, 40), torch.float32), ACPCodec(), context()
-    here.buffers.get("acp", 160, torch.float32, torch.device("cpu")).fill_(np.nan)
-    sent = codec.encode(layer, LayerState(), torch.ones(1200), 4, here)
-    assert sent.buffer.numel() == 160
-    assert sent.buffer[:120].all()
-    assert torch.equal(sent.buffer[120:], torch.zeros(40))
+def test_two_steps_of_acp_send_what_the_paper_counts() -> None:
+    """r n and r m elements in turn, as one step of PowerSGD sends; each turn at its own length."""
+    outcome = run(gaussian({"w": (40, 30)}, 2, steps=4), build(ACPCodec, 4))[0]
+    extra = outcome.compressor.wire_bytes() - 4 * 4 * 40
+    payloads = [report.sent_bytes - extra for report in outcome.reports]
+    assert payloads == [4 * 4 * 40, 4 * 4 * 30] * 2
+    two = 2 * ACPCodec().network_bytes(LAYER, 4, 2)
+    assert two == PowerSGDCodec().network_bytes(LAYER, 4, 2)
 
 
 def test_acp_keeps_the_same_whatever_the_op() -> None:

@@ -43,25 +43,18 @@ def rank_menu(layer: Layer) -> tuple[Level, ...]:
     return tuple(rank for rank in _MENU if rank * (n + m) < n * m)
 
 
-def factor(reduced: Reduced, rank: int, length: int, padded: int = 0) -> torch.Tensor:
+def factor(reduced: Reduced, rank: int, length: int) -> torch.Tensor:
     """What came back, as a factor ``[rank, length]``.
-
-    Args:
-        reduced: what came back.
-        rank: rows.
-        length: columns.
-        padded: elements that the buffer has, if it has more than the factor.
 
     Raises:
         WireError: another number of elements.
     """
-    expected = padded or rank * length
-    if reduced.buffer.numel() != expected:
+    if reduced.buffer.numel() != rank * length:
         raise WireError(
-            f"a factor of {rank} x {length} in {expected} elements expected, got "
+            f"a factor of {rank} x {length} elements expected, got "
             f"{reduced.buffer.numel()}: ranks run different levels or versions"
         )
-    return reduced.buffer[: rank * length].view(rank, length)
+    return reduced.buffer.view(rank, length)
 
 
 def drawn(
