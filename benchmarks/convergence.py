@@ -25,7 +25,7 @@ METHODS = {
     "digits": [
         "dense", "fp16", "bf16", "topk:density=0.01", "topk:density=0.01,values=fp16",
         "topk:density=0.01,values=q8", "sharedtopk:density=0.01", "randomk:density=0.01",
-        "dgc:density=0.001,warmup_steps=60", "qsgd:bits=4", "natural", "sign",
+        "dgc:density=0.001,warmup_steps=45", "qsgd:bits=4", "natural", "sign",
         "summable:bits=4", "powersgd:rank=4", "acp:rank=4", "topk:density=0.01,memory=ef21-sgdm",
     ],
     "text": [
@@ -102,7 +102,7 @@ def text(spec: str, seed: int, steps: int) -> dict[str, Any]:
     }
 
 
-TASKS = {"digits": (digits, 400), "text": (text, 600)}
+TASKS = {"digits": (digits, 800), "text": (text, 600)}
 
 
 def worker(task: str, specs: list[str], seeds: list[int]) -> None:

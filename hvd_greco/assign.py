@@ -28,8 +28,8 @@ def uniform_plan(
 
     A layer goes dense if it has fewer than ``min_numel`` elements, if its name matches a pattern
     of ``exclude``, if its dtype is none that we compress, or if the payload would put no fewer
-    bytes on the link than its gradient does, with as many ranks as there are, or if in any step
-    it could be larger than the gradient.
+    bytes on the link than its gradient does, with as many ranks as there are, or if the codec has
+    no use for its shape.
     """
     if isinstance(exclude, str):
         raise ConfigError(
@@ -39,14 +39,14 @@ def uniform_plan(
     for layer in layers:
         tail = carrier.LENGTH * layer.work_dtype.itemsize
         cost = codec.network_bytes(layer, level, size) + network_bytes(Kind.CARRIED, tail, size)
-        largest = codec.wire_bytes(layer, level, size) + tail
-        saves = cost < dense.network_bytes(layer, None, size) and largest < layer.dense_bytes
+        saves = cost < dense.network_bytes(layer, None, size)
         takes_part = (
             size > 1
             and layer.numel >= max(1, min_numel)
             and layer.dtype in GRADIENT_DTYPES
             and not matches(layer.name, exclude)
             and saves
+            and codec.suits(layer, level)
         )
         chosen = Assignment(codec.name, level) if takes_part else Assignment(dense.name)
         assignments[layer.name] = chosen

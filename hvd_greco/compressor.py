@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -19,13 +20,15 @@ from .config import check_count
 from .errors import ConfigError
 from .exchange.base import Group
 from .identity import Directory, calling_optimizer
-from .layers import GRADIENT_DTYPES, check_named_parameters
+from .layers import GRADIENT_DTYPES, Layer, check_named_parameters
 from .memories.base import Memory, Own
 from .payload import Kind, Reduced
 from .plan import Plan
 from .rounds import Pending, Rounds
 from .routes import check_allgather, routed
 from .telemetry import Ledger, StepReport
+
+_log = logging.getLogger(__package__)
 
 #: Layers with fewer elements go dense by default: their payloads save less than they cost.
 MIN_NUMEL = 1024
@@ -204,6 +207,10 @@ class Compressor:
                 self._abandon()
             if not self._seen:
                 self._open_step()
+            parameter = slot.parameter
+            if parameter.shape != layer.shape or parameter.dtype != layer.dtype:
+                self._reshape()
+                layer = slot.layer
             assignment = self.plan[layer]
             codec = self._codecs[assignment.codec]
             pending = Pending(slot, tensor, codec, assignment.level, self._unscale)
@@ -274,15 +281,31 @@ class Compressor:
         self._beacon.reset()
         self._rounds.reset()
         self._checked = False
-        self._mixed = any(
-            not isinstance(self._codecs[assignment.codec], DenseCodec)
-            for assignment in self.plan.assignments.values()
-        )
+        self._mixed = self._compresses()
         if self._loss_scale is not None:
             scale = float(self._loss_scale())
             if not (math.isfinite(scale) and scale > 0):
                 raise ConfigError(f"loss_scale: returned {scale}, which is not a positive number")
             self._unscale = 1.0 / scale
+
+    def _reshape(self) -> None:
+        """Take up new shapes of parameters (pruning, growth), as every rank does in this step.
+
+        Layers are assigned one by one, so what was compressed before in this step is not touched.
+        """
+        for old, new in self._directory.reshape():
+            if self._group.rank == 0:
+                _log.warning(
+                    "layer %r went from %s to %s: its residual and warm start begin anew",
+                    old.name, _described(old), _described(new),
+                )  # fmt: skip
+        self.plan = self._uniform_plan(self.plan.epoch + 1)
+        self._mixed = self._mixed or self._compresses()
+
+    def _compresses(self) -> bool:
+        """Whether the plan has a layer that is not plainly dense."""
+        codecs = {assignment.codec for assignment in self.plan.assignments.values()}
+        return any(not isinstance(self._codecs[codec], DenseCodec) for codec in codecs)
 
     def _close_step(self) -> None:
         if not (self._checked and self._beacon.nonfinite):
@@ -451,6 +474,10 @@ class Compressor:
         if not in_place:
             gradient.copy_(out.view(layer.shape))
         return gradient
+
+
+def _described(layer: Layer) -> str:
+    return f"shape {layer.shape} {layer.dtype}"
 
 
 def _memory(memory: str | Memory | None, codec: Codec) -> Memory:

@@ -79,6 +79,27 @@ class Directory:
         self._by_gradient.clear()
         self._order, self._found = self._found, []
 
+    def reshape(self) -> list[tuple[Layer, Layer]]:
+        """Begin anew with every layer whose parameter has another shape or dtype than it had.
+
+        Its state is dropped: residuals and warm starts say nothing of a tensor of another shape.
+        A change of dtype alone keeps it, as long as it is worked on in the same one.
+
+        Returns:
+            What each of those layers was and is now.
+        """
+        changes = []
+        for slot in self.slots:
+            old, parameter = slot.layer, slot.parameter
+            if parameter.shape == old.shape and parameter.dtype == old.dtype:
+                continue
+            slot.layer = Layer(old.index, old.name, tuple(parameter.shape), parameter.dtype)
+            if slot.layer.shape != old.shape or slot.layer.work_dtype != old.work_dtype:
+                slot.state = LayerState()
+                slot.buffers = Buffers()
+            changes.append((old, slot.layer))
+        return changes
+
     def _make_hook(self, slot: Slot) -> Any:
         def hook(parameter: torch.Tensor) -> None:
             slot.fresh = True

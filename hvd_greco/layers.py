@@ -113,6 +113,11 @@ def check_named_parameters(
         if name in names:
             raise ConfigError(f"named_parameters: the name {name!r} occurs twice")
         names.add(name)
+        if torch.nn.parameter.is_lazy(parameter):
+            raise ConfigError(
+                f"named_parameters: {name!r} has no shape yet (a lazy module); run the model on "
+                "one batch first, then make the compressor and the optimizer"
+            )
         if id(parameter) in first_name:
             raise ConfigError(
                 f"named_parameters: {first_name[id(parameter)]!r} and {name!r} are one and the "

@@ -583,7 +583,9 @@ def test_every_method_goes_or_is_refused_with_a_reason(
     outcomes = run(gradients, build, average=False, hosts=hosts, shuffle=True)
     assert_equal_everywhere(outcomes)
     for outcome in outcomes:
-        assert outcome.reports[-1].sent_bytes == outcome.compressor.wire_bytes()
+        # ACP's turns differ in length: the longer one is announced, and comes every other step.
+        sent = max(report.sent_bytes for report in outcome.reports[-2:])
+        assert sent == outcome.compressor.wire_bytes()
     if entry.memory == "ef":
         for layer in ("a", "b"):
             before = torch.zeros(outcomes[0].results[0][layer].shape, dtype=torch.float64)

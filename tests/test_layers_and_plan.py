@@ -31,6 +31,7 @@ def test_named_parameters_come_back_sorted() -> None:
         (lambda m: [("a", m.weight), ("a", m.bias)], "'a' occurs twice"),
         (lambda m: [("a", m.weight), ("b", m.weight)], "'a' and 'b' are one"),
         (lambda m: [("a", 3)], "pairs"),
+        (lambda m: torch.nn.LazyLinear(3).named_parameters(), "'weight' has no shape yet"),
     ],
 )
 def test_bad_named_parameters_are_refused(bad: object, message: str) -> None:

@@ -81,6 +81,10 @@ class ACPCodec(Codec):
     def menu(self, layer: Layer) -> tuple[Level, ...]:
         return rank_menu(layer)
 
+    def suits(self, layer: Layer, level: Level) -> bool:
+        # Below this, half the steps could send more than the gradient has.
+        return rank_of(layer, level) * sum(layer.matrix) < layer.numel
+
     def wire_bytes(self, layer: Layer, level: Level, size: int) -> int:
         return rank_of(layer, level) * max(layer.matrix) * layer.work_dtype.itemsize
 

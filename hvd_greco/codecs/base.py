@@ -96,6 +96,10 @@ class Codec(ABC):
         """Levels worth considering for a layer, from fewest bytes to most."""
         return ()
 
+    def suits(self, layer: Layer, level: Level) -> bool:
+        """Whether the codec may serve the layer at all, whatever its bytes are on average."""
+        return True
+
     def unbiased(self, level: Level) -> bool:
         """Whether E[C(x)] = x: such codecs need no memory."""
         return False

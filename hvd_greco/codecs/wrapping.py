@@ -71,6 +71,9 @@ class WrapperCodec(Codec):
     def menu(self, layer: Layer) -> tuple[Level, ...]:
         return self.inner.menu(layer)
 
+    def suits(self, layer: Layer, level: Level) -> bool:
+        return self.inner.suits(layer, level)
+
     def unbiased(self, level: Level) -> bool:
         return self.inner.unbiased(level)
 

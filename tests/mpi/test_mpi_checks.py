@@ -13,7 +13,7 @@ CHECKS = load()
 def _cases() -> list[object]:
     return [
         pytest.param(name, size, id=f"{name}-{size}")
-        for size in (2, 3)
+        for size in (2, 3, 4)
         for name, check in CHECKS.items()
         if size in check.sizes
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import math
 from collections.abc import Callable
 
@@ -358,3 +360,72 @@ def join_keeps_the_sum(world: World) -> None:
             torch.testing.assert_close(returned[name], total, rtol=1e-5, atol=1e-5, msg=name)
         else:
             assert not moved.any(), f"{name}: the residual of the rank that had joined changed"
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _reshape(job: Job, name: str, shape: tuple[int, ...], value: torch.Tensor) -> None:
+    """Give a parameter another shape, and the model a new optimizer around the same compressor.
+
+    Under a living DistributedOptimizer torch itself refuses: it holds the old shape's accumulators.
+    """
+    del job.optimizer
+    gc.collect()
+    parameter = job.net.get_parameter(name)
+    parameter.grad = None
+    parameter.data = value
+    job.optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(job.net.parameters(), lr=0.1),
+        named_parameters=job.net.named(),
+        compression=job.compressor,
+    )
+
+
+@check(each=ROUTES)
+def shape_changes(world: World, method: str) -> None:
+    """case 24: a layer that shrinks and grows begins anew, with a log line; others keep all."""
+    job = Job(world, method)
+    oracle = Oracle(range(world.size), method)
+    log, handler = logging.getLogger("hvd_greco"), Lines()
+    log.addHandler(handler)
+    try:
+        for step in range(6):
+            if step in (2, 4):
+                shape = (30, 50) if step == 2 else (55, 50)
+                _reshape(job, "first", shape, draw("new", step, shape=shape))
+                for rank in range(world.size):
+                    oracle.residual.pop((rank, "first"), None)
+            shapes = job.shapes()
+            gradients = {r: gradients_of(r, step, shapes) for r in range(world.size)}
+            job.net.backward(gradients[world.rank])
+            job.optimizer.step()
+            compare(job, oracle, gradients, rank=world.rank)
+            world.same(job.net.parameters(), f"parameters after step {step}")
+            job.optimizer.zero_grad()
+    finally:
+        log.removeHandler(handler)
+    # The first rank speaks for all.
+    assert len(handler.lines) == (2 if world.rank == 0 else 0), handler.lines
+    assert all("first" in line and "(30, 50)" in line for line in handler.lines), handler.lines
+
+
+@check()
+def small_layer_becomes_large(world: World) -> None:
+    """case 24: the plan follows the shape, from dense to compressed and back."""
+    job = Job(world, "topk")
+    for step, shape in enumerate(((10,), (2000,), (10,))):
+        _reshape(job, "small", shape, draw("new", step, shape=shape))
+        job.net.backward(gradients_of(world.rank, step, job.shapes()))
+        job.optimizer.step()
+        assert ("small" in job.compressed()) == (shape == (2000,))
+        world.same(job.net.parameters(), f"parameters after step {step}")
+        job.optimizer.zero_grad()

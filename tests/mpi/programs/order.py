@@ -10,6 +10,7 @@ import horovod.torch as hvd
 import torch
 
 import hvd_greco as greco
+from hvd_greco import methods
 from hvd_greco.exchange.horovod import HorovodGroup
 
 from .registry import check
@@ -92,6 +93,53 @@ def rounds_move_on_during_backward(world: World) -> None:
         assert sum(name.endswith("/2") for name in group.submitted) == layers
     Slow.group = None
     world.same(weights, "parameters")
+
+
+#: Every method, and the options that change what is exchanged, or when.
+EVERY = (
+    "dense", "fp16", "bf16", "topk:0.05", "topk:0.05,values=q8", "topk:0.05,selection=sampled",
+    "topk:0.05,memory=ef21", "topk:0.05,exchange=scatter", "dgc:0.05,warmup_steps=20",
+    "sharedtopk:0.05", "randomk:0.05", "qsgd:4", "qsgd:4,exchange=scatter", "natural", "sign",
+    "sign,memory=ef21-sgdm", "summable:4", "powersgd:2", "acp:2",
+)  # fmt: skip
+
+
+@check(sizes=(2, 3, 4), each=EVERY)
+def no_order_stalls(world: World, spec: str) -> None:
+    """case 10: 200 steps; each rank submits in orders of its own, and lacks layers of its own."""
+    name, _, options = spec.partition(",")
+    text = f"{name}{',' if ':' in name else ':'}{options}" if options else name
+    shapes: dict[str, tuple[int, ...]] = {
+        f"layer{i}": (40, 30) if i % 3 else (1100 + i,) for i in range(7)
+    }
+    shapes["small"] = (9,)
+
+    def make(named: Any, **common: Any) -> greco.Compressor:
+        return methods.build(text, named, **common)
+
+    job = Job(world, make, Net(world, shapes), lr=0.01)
+    assert bool(job.compressed()) == (spec != "dense")
+    everyone = random.Random(0)
+    for step in range(200):
+        gradients = gradients_of(world.rank, step % 7, shapes)
+        for rank in range(world.size):
+            for layer in shapes:
+                # All ranks draw for all ranks: now and then nobody has a gradient.
+                if everyone.random() < 0.25 and rank == world.rank:
+                    gradients[layer] = None
+        order = list(shapes)
+        random.Random(f"{step}/{world.rank}").shuffle(order)
+        if world.rank == step % world.size:
+            time.sleep(0.001)
+        job.net.backward(gradients, order)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        if step % 20 == 0 or step == 199:
+            world.same(job.net.parameters(), f"parameters after step {step}")
+    assert all(bool(torch.isfinite(p).all()) for p in job.net.parameters())
+    report = job.compressor.last_report
+    assert report is not None
+    assert report.step == 199
 
 
 @check(each=ROUTES)

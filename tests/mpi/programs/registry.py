@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .support import World
 
 #: Modules whose import fills the table.
-MODULES = ("contract", "gradients", "numbers", "agreement", "order", "arguments")
+MODULES = ("contract", "gradients", "numbers", "agreement", "order", "arguments", "exchanges")
 
 
 @dataclass(frozen=True)
