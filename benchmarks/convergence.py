@@ -10,6 +10,7 @@ study goes on where it stopped; ``... table`` prints them as Markdown.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -173,6 +174,8 @@ def main() -> None:
             if (RESULTS / f"convergence-{task}.json").exists():
                 print(f"### {task}\n\n{table(task)}\n")
         return
+    if arguments.task == "digits" and importlib.util.find_spec("sklearn") is None:
+        parser.error("digits needs scikit-learn: pip install -c constraints.txt -e '.[bench]'")
     specs = arguments.methods or METHODS[arguments.task]
     if arguments.worker:
         worker(arguments.task, specs, arguments.seeds)

@@ -164,7 +164,8 @@ def worker(arguments: argparse.Namespace) -> None:
     if hvd.rank() == 0:
         contenders = {spec: _figures(trainers[spec], times[spec], ratios[spec]) for spec in specs}
         result = {
-            "command": "python benchmarks/step_time.py " + " ".join(sys.argv[1:]),
+            "command": "python benchmarks/step_time.py "
+            + " ".join(a for a in sys.argv[1:] if a != "--worker"),
             "model": arguments.model,
             "ranks": hvd.size(),
             "threads_per_rank": threads,

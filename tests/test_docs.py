@@ -1,0 +1,43 @@
+"""Tables in the documentation are the ones that the recorded measurements give."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = (ROOT / "docs" / "methods.md").read_text()
+
+
+def benchmark(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("task", ["digits", "text"])
+def test_convergence_tables_are_the_recorded_ones(task: str) -> None:
+    convergence = benchmark("convergence")
+    assert convergence.table(task) in PAGE
+    records = json.loads((RESULTS / f"convergence-{task}.json").read_text())
+    # Nothing that lost was left out: every method, number of ranks and seed has its record.
+    found = {(r["method"], r["ranks"], r["seed"]) for r in records}
+    methods = convergence.METHODS[task]
+    assert found == {(m, n, seed) for m in methods for n in (2, 4) for seed in (1, 2, 3)}
+    assert {r["steps"] for r in records} == {convergence.TASKS[task][1]}
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("step_time-*.json")), ids=lambda p: p.stem)
+def test_step_time_tables_are_the_recorded_ones(path: Path) -> None:
+    record = json.loads(path.read_text())
+    assert benchmark("step_time").table(record) in PAGE
+    # The page's shell line, whatever its line breaks, is the one that made the record.
+    assert record["command"] in " ".join(PAGE.replace("\\\n", " ").split())
