@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def oracle_topk(vector: torch.Tensor, k: int) -> list[int]:
-    """Sort by (magnitude descending, index ascending), NaN above infinity."""
+    """Case 27: sort by (magnitude descending, index ascending), NaN above infinity."""
     magnitudes = vector.abs().double().numpy()
     keys = [
         (-2.0, i) if np.isnan(m) else (-1.0, i) if np.isinf(m) else (1.0 / (1.0 + m), i)
