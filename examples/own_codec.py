@@ -4,7 +4,7 @@ import torch
 
 from hvd_greco.codecs.base import Codec
 from hvd_greco.errors import WireError
-from hvd_greco.payload import Kind, Payload, network_bytes
+from hvd_greco.payload import Kind, Payload
 from hvd_greco.registry import register_codec
 
 SHIFTS = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
@@ -26,16 +26,13 @@ class TernCodec(Codec):
         # Scale, then four entries a byte, up to a multiple of 8: gathered parts stay aligned.
         return -(-(8 + -(-layer.numel // 4)) // 8) * 8
 
-    def network_bytes(self, layer, level, size):
-        return network_bytes(Kind.GATHER, self.wire_bytes(layer, level, size), size)
-
-    def encode(self, layer, state, vector, level, context):
-        seed = hash((context.seed, layer.index, context.step, context.rank)) % 2**63
+    def encode(self, work, vector):
+        seed = hash((work.seed, work.layer.index, work.step, work.rank)) % 2**63
         draw = torch.rand(vector.numel(), generator=torch.Generator().manual_seed(seed))
         scale = torch.linalg.vector_norm(vector, float("inf"))
         codes = torch.where(draw * scale < vector.abs(), vector.sign(), torch.zeros(())) + 1
-        send = context.buffers.get(
-            "send", self.wire_bytes(layer, level, 1), torch.uint8, vector.device
+        send = work.buffers.get(
+            "send", self.wire_bytes(work.layer, work.level, 1), torch.uint8, vector.device
         )
         send.zero_()[:8].view(torch.float64).copy_(scale)
         padded = torch.ones(-(-vector.numel() // 4) * 4, dtype=torch.uint8)
@@ -44,13 +41,13 @@ class TernCodec(Codec):
         send[8 : 8 + packed.numel()].copy_(packed)
         return Payload(Kind.GATHER, send, finite=scale.isfinite())
 
-    def encode_absent(self, layer, state, level, context, like):
+    def encode_absent(self, work, like):
         return Payload(Kind.GATHER, torch.empty(0, dtype=torch.uint8))
 
-    def decode(self, layer, level, context, sent, reduced, out):
+    def decode(self, work, sent, reduced, out):
         out.zero_()
-        for part in reduced.parts(self.wire_bytes(layer, level, 1)):
-            codes = ((part[8:].unsqueeze(1) >> SHIFTS) & 3).view(-1)[: layer.numel]
+        for part in reduced.parts(self.wire_bytes(work.layer, work.level, 1)):
+            codes = ((part[8:].unsqueeze(1) >> SHIFTS) & 3).view(-1)[: work.layer.numel]
             if bool((codes == 3).any()):
                 raise WireError("a code is none of 0, 1, 2")
             out.add_(part[:8].view(torch.float64).to(out.dtype) * (codes.to(out.dtype) - 1))

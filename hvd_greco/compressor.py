@@ -14,7 +14,7 @@ from . import carrier, kernels, registry
 from .assign import uniform_plan
 from .beacon import Beacon
 from .buffers import Buffers
-from .codecs.base import Codec, Level, StepContext
+from .codecs.base import Codec, Level, Work
 from .codecs.dense import DenseCodec
 from .config import check_count
 from .errors import ConfigError
@@ -116,7 +116,7 @@ class Compressor:
         self._exclude = exclude
         self._level = codec.check_level(schedule(0) if schedule else level)
         if exchange == "allgather":
-            check_allgather(codec, self._level)
+            check_allgather(codec)
         self.plan = self._uniform_plan(epoch=0)
         prefix = f"greco/{name or _next_name(self._group)}"
         self._ledger = Ledger()
@@ -152,7 +152,7 @@ class Compressor:
             if not isinstance(codec, DenseCodec):
                 total += carrier.LENGTH * slot.layer.work_dtype.itemsize
                 checked = True
-            private = private or codec.private
+            private = private or codec.kind is not Kind.CARRIED
         return total + (Beacon.NBYTES if checked else 0) + (Rounds.NBYTES if private else 0)
 
     def memory_bytes(self) -> dict[str, int]:
@@ -371,10 +371,11 @@ class Compressor:
 
     def _start(self, pending: Pending) -> torch.Tensor:
         slot, codec, gradient = pending.slot, pending.codec, pending.gradient
-        layer, level = slot.layer, pending.level
-        pending.context = StepContext(
-            self._step, self._group.rank, self._group.size, self._seed, slot.buffers
-        )
+        layer, group = slot.layer, self._group
+        work = pending.work = Work(
+            layer, pending.level, slot.state, self._step, group.rank, group.size, self._seed,
+            slot.buffers,
+        )  # fmt: skip
         repeated = None
         if not slot.fresh:
             if not bool(gradient.any()):
@@ -388,12 +389,12 @@ class Compressor:
         slot.fresh = False
         if pending.fresh:
             vector = self._vector(pending)
-            sent = codec.encode(layer, slot.state, vector, level, pending.context)
+            sent = codec.encode(work, vector)
             if sent.finite is None:
                 sent.finite = kernels.all_finite(vector)
             self._beacon.note(sent.finite)
         else:
-            sent = codec.encode_absent(layer, slot.state, level, pending.context, gradient)
+            sent = codec.encode_absent(work, gradient)
         pending.sent = sent
         body = 0 if pending.private else sent.buffer.numel()
         carried = slot.buffers.get(
@@ -444,13 +445,13 @@ class Compressor:
         if probe.repeated:
             return gradient
         in_place = gradient.is_contiguous() and gradient.dtype == layer.work_dtype
-        level, context, sent = pending.level, pending.context, pending.sent
+        work, sent = pending.work, pending.sent
         if accepted:
             if pending.fresh:
                 flat = gradient.contiguous().view(-1)
-                own = Own(codec, layer, level, context, sent)
+                own = Own(codec, work, sent)
                 self._memory.commit(layer, slot.state, flat, pending.unscale, own)
-            codec.commit(layer, slot.state, level, context, sent, reduced)
+            codec.commit(work, sent, reduced)
         # The residual has what it needs of the gradient; now the gradient's memory is free.
         out = (
             gradient.view(-1)
@@ -459,7 +460,7 @@ class Compressor:
                 f"out/{gradient.device}", layer.numel, layer.work_dtype, gradient.device
             )
         )
-        codec.decode(layer, level, context, sent, reduced, out)
+        codec.decode(work, sent, reduced, out)
         if not pending.private and probe.factor != 1.0:
             # Horovod applied its factor on the way; a memory's accounts are in plain means.
             out.div_(probe.factor)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import carrier
-from .codecs.base import Codec, Level, StepContext, Turn
+from .codecs.base import Codec, Level, Turn, Work
 from .exchange.base import Group
 from .identity import Slot
 from .payload import Kind, Payload, Reduced, Scope
@@ -24,11 +24,11 @@ class Pending:
     """One layer between ``compress`` and ``decompress``; what Horovod keeps as the context."""
 
     __slots__ = (
-        "check", "codec", "context", "fresh", "gradient", "level", "round", "sent", "slot",
-        "ticket", "unscale",
+        "check", "codec", "fresh", "gradient", "level", "round", "sent", "slot", "ticket",
+        "unscale", "work",
     )  # fmt: skip
 
-    context: StepContext
+    work: Work
     sent: Payload
 
     def __init__(
@@ -187,10 +187,7 @@ class Rounds:
     def _next_rounds(self, batch: list[Pending]) -> None:
         turns = [
             Turn(
-                pending.slot.layer,
-                pending.slot.state,
-                pending.level,
-                pending.context,
+                pending.work,
                 pending.sent,
                 self._group.wait(pending.ticket),
                 partial(self._vector, pending),

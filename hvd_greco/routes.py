@@ -92,9 +92,9 @@ def routed(
     raise ConfigError(f"exchange: {exchange!r} is none of {', '.join(EXCHANGES)}")
 
 
-def check_allgather(codec: Codec, level: Level) -> None:
+def check_allgather(codec: Codec) -> None:
     """Raise :class:`ConfigError` unless the codec's payloads are gathered, as was asked for."""
-    kind = kind_of(codec, level)
+    kind = kind_of(codec)
     if kind is not Kind.GATHER:
         raise ConfigError(
             f"exchange: 'allgather' does not go with {codec.name!r}, whose payloads are added up "

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from hvd_greco.buffers import Buffers
+from hvd_greco.codecs.base import Level, Work
 from hvd_greco.compressor import Compressor
 from hvd_greco.exchange.local import LocalGroup, LocalMember
+from hvd_greco.layers import Layer, LayerState
 
 Build = Callable[[list[tuple[str, torch.Tensor]], LocalMember], Compressor]
 #: Gradients[step][rank][layer]; None: this rank has no gradient for the layer in this step.
@@ -95,3 +98,17 @@ def gaussian(
         ]
         for _ in range(steps)
     ]
+
+
+#: Stands for the layer until :func:`at` names one.
+_NOWHERE = Layer(0, "nowhere", (), torch.float32)
+
+
+def context(step: int = 0, rank: int = 0, size: int = 1, seed: int = 0) -> Work:
+    """A step as one rank sees it, without a layer; for codecs on their own."""
+    return Work(_NOWHERE, None, LayerState(), step, rank, size, seed, Buffers())
+
+
+def at(where: Work, layer: Layer, level: Level, state: LayerState | None = None) -> Work:
+    """The work on a layer in that step (in the same buffers)."""
+    return replace(where, layer=layer, level=level, state=state or LayerState())

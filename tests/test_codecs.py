@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from hvd_greco.buffers import Buffers
 from hvd_greco.codecs.acp import ACPCodec
-from hvd_greco.codecs.base import Codec, StepContext
+from hvd_greco.codecs.base import Codec
 from hvd_greco.codecs.dense import BF16Codec, DenseCodec
 from hvd_greco.codecs.dgc import DGCCodec
 from hvd_greco.codecs.natural import NaturalCodec
@@ -28,10 +27,10 @@ from hvd_greco.codecs.topk import TopKCodec
 from hvd_greco.compressor import Compressor
 from hvd_greco.errors import ConfigError
 from hvd_greco.exchange.local import LocalMember, combine
-from hvd_greco.layers import Layer, LayerState
+from hvd_greco.layers import Layer
 from hvd_greco.payload import Kind, Payload, Reduced
 from hvd_greco.plan import Assignment, Plan
-from simulate import gaussian, run
+from simulate import at, context, gaussian, run
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "own_codec.py"
 
@@ -252,6 +251,17 @@ def test_bytes_are_known_before_and_counted_after(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
+def test_first_payloads_are_of_the_kind_that_the_codec_states(name: str) -> None:
+    """Bytes on the link, and which exchanges a codec goes with, follow from it."""
+    codec, level = ROWS[name].make(), ROWS[name].level
+    layer, here = Layer(0, "w", (40, 30), torch.float32), context(size=2)
+    codec.adapt_to(ROWS[name].memory)
+    work = at(here, layer, codec.check_level(level))
+    assert codec.encode(work, torch.randn(1200)).kind is codec.kind
+    assert codec.encode_absent(work, torch.zeros(1)).kind is codec.kind
+
+
+@pytest.mark.parametrize("name", ROWS)
 def test_absent_gradients_contribute_nothing(name: str) -> None:
     """Cases 9 and 13: a rank without a gradient takes part, adds zero, and keeps its residual."""
     gradients = gaussian({"a": (40, 9), "b": (77,)}, 3, steps=6)
@@ -372,9 +382,9 @@ def test_randomk_without_feedback_is_unbiased() -> None:
     total, squares = torch.zeros(60, dtype=torch.float64), torch.zeros(60, dtype=torch.float64)
     out = torch.empty(60)
     for step in range(draws):
-        context = StepContext(step, 0, 1, 0, Buffers())
-        sent = codec.encode(layer, LayerState(), vector.clone(), 0.25, context)
-        codec.decode(layer, 0.25, context, sent, Reduced(Kind.CARRIED, sent.buffer, 1), out)
+        work = at(context(step), layer, 0.25)
+        sent = codec.encode(work, vector.clone())
+        codec.decode(work, sent, Reduced(Kind.CARRIED, sent.buffer, 1), out)
         total += out
         squares += out.double() ** 2
     mean = total / draws

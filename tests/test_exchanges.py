@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hvd_greco import Dense, LocalGroup, RandomK, TopK, registry
-from hvd_greco.buffers import Buffers
-from hvd_greco.codecs.base import Codec, Level, StepContext, Turn
+from hvd_greco.codecs.base import Codec, Level, Turn, Work
 from hvd_greco.codecs.dense import BF16Codec, DenseCodec
 from hvd_greco.codecs.hierarchical import leaders
 from hvd_greco.codecs.randomk import RandomKCodec
@@ -22,7 +21,7 @@ from hvd_greco.layers import Layer, LayerState
 from hvd_greco.memories.base import Memory
 from hvd_greco.payload import Hosts, Kind, Payload, Reduced, Scope
 from hvd_greco.plan import Assignment, Plan
-from simulate import Outcome, gaussian, run
+from simulate import Outcome, at, context, gaussian, run
 
 Pairs = list[tuple[str, torch.Tensor]]
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -155,27 +154,22 @@ class Coin(TopKCodec):
 
     def encode(
         self,
-        layer: Layer,
-        state: LayerState,
+        work: Work,
         vector: torch.Tensor,
-        level: Level,
-        context: StepContext,
     ) -> Payload:
-        seed = hash((context.seed, layer.index, context.step, context.rank)) % 2**31
-        coins = torch.rand(layer.numel, generator=torch.Generator().manual_seed(seed)) < 0.5
+        seed = hash((work.seed, work.layer.index, work.step, work.rank)) % 2**31
+        coins = torch.rand(work.layer.numel, generator=torch.Generator().manual_seed(seed)) < 0.5
         return Payload(Kind.GATHER, (vector * coins * 2).view(torch.uint8))
 
     def decode(
         self,
-        layer: Layer,
-        level: Level,
-        context: StepContext,
+        work: Work,
         sent: Payload,
         reduced: Reduced,
         out: torch.Tensor,
     ) -> None:
         out.zero_()
-        for part in reduced.parts(self.wire_bytes(layer, level, 1)):
+        for part in reduced.parts(self.wire_bytes(work.layer, work.level, 1)):
             out += part.view(out.dtype)
         out /= reduced.world_size
 
@@ -184,19 +178,20 @@ def exchange_once(codec: Codec, level: Level, vectors: list[torch.Tensor], step:
     """One step of a two-round codec without a compressor; the mean that rank 0 decodes."""
     size = len(vectors)
     layer = Layer(0, "w", tuple(vectors[0].shape), torch.float32)
-    contexts = [StepContext(step, rank, size, 1, Buffers()) for rank in range(size)]
+    contexts = [context(step, rank, size, seed=1) for rank in range(size)]
     states = [LayerState() for _ in range(size)]
     sent = [
-        codec.encode(layer, states[r], vectors[r].clone(), level, contexts[r]) for r in range(size)
+        codec.encode(at(contexts[r], layer, level, states[r]), vectors[r].clone())
+        for r in range(size)
     ]
     back = combine(sent)
     turns = [
-        Turn(layer, states[r], level, contexts[r], sent[r], back[r], lambda r=r: vectors[r])
+        Turn(at(contexts[r], layer, level, states[r]), sent[r], back[r], lambda r=r: vectors[r])
         for r in range(size)
     ]
     second = [codec.next_round(turn) for turn in turns]
     out = torch.empty(layer.numel)
-    codec.decode(layer, level, contexts[0], second[0], combine(second)[0], out)
+    codec.decode(at(contexts[0], layer, level), second[0], combine(second)[0], out)
     return out
 
 
@@ -266,13 +261,12 @@ def test_a_codec_whose_sizes_depend_on_data_is_told() -> None:
 
 def test_a_short_or_long_answer_is_refused() -> None:
     codec, layer = ScatterReduceCodec(TopKCodec()), Layer(0, "w", (64,), torch.float32)
-    context = StepContext(0, 0, 2, 0, Buffers())
+    work = at(context(size=2), layer, 0.1)
     piece = codec._piece_bytes(layer, 0.1, 2)
     for count in (0, piece, 3 * piece, 2 * piece - 1):
         reduced = Reduced(Kind.GATHER, torch.zeros(count, dtype=torch.uint8), 2)
         with pytest.raises(WireError):
-            codec.decode(layer, 0.1, context, Payload(Kind.GATHER, reduced.buffer), reduced,
-                         torch.empty(64))  # fmt: skip
+            codec.decode(work, Payload(Kind.GATHER, reduced.buffer), reduced, torch.empty(64))
 
 
 # -- hierarchical ------------------------------------------------------------------------------

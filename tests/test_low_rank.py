@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_greco import kernels
-from hvd_greco.buffers import Buffers
 from hvd_greco.codecs.acp import ACPCodec
-from hvd_greco.codecs.base import Codec, StepContext, Turn
+from hvd_greco.codecs.base import Codec, Turn
 from hvd_greco.codecs.dense import DenseCodec
 from hvd_greco.codecs.low_rank import drawn, rank_of, resized
 from hvd_greco.codecs.powersgd import PowerSGDCodec
@@ -24,14 +23,10 @@ from hvd_greco.errors import ConfigError, WireError
 from hvd_greco.exchange.local import LocalMember
 from hvd_greco.layers import Layer, LayerState
 from hvd_greco.payload import Kind, Payload, Reduced
-from simulate import Gradients, Outcome, gaussian, run
+from simulate import Gradients, Outcome, at, context, gaussian, run
 
 CODECS = [PowerSGDCodec, ACPCodec]
 LAYER = Layer(0, "w", (40, 30), torch.float32)
-
-
-def context(step: int = 0, size: int = 1) -> StepContext:
-    return StepContext(step, 0, size, 0, Buffers())
 
 
 def build(codec: type[Codec], level: int, **options: Any) -> Any:
@@ -264,7 +259,7 @@ def qr(columns: np.ndarray) -> np.ndarray:
 
 def powersgd_in_numpy(gradients: Gradients, rank: int) -> tuple[list[Any], list[Any]]:
     size = len(gradients[0])
-    start = drawn(LAYER, context(), "start", rank, 30, torch.empty(0)).double().numpy().T
+    start = drawn(at(context(), LAYER, rank), "start", rank, 30, torch.empty(0)).double().numpy().T
     residuals, results, q = [np.zeros((40, 30)) for _ in range(size)], [], start
     for ranks in gradients:
         work = [r["w"].double().numpy() + e for r, e in zip(ranks, residuals, strict=True)]
@@ -278,7 +273,7 @@ def powersgd_in_numpy(gradients: Gradients, rank: int) -> tuple[list[Any], list[
 
 def acp_in_numpy(gradients: Gradients, rank: int) -> tuple[list[Any], list[Any]]:
     size = len(gradients[0])
-    start = drawn(LAYER, context(), "start", rank, 30, torch.empty(0)).double().numpy().T
+    start = drawn(at(context(), LAYER, rank), "start", rank, 30, torch.empty(0)).double().numpy().T
     residuals, results, q = [np.zeros((40, 30)) for _ in range(size)], [], start
     p = np.empty(0)
     for step, ranks in enumerate(gradients):
@@ -428,14 +423,14 @@ def _commit(
     """One step of one rank alone; returns the result."""
     here, out = context(step), torch.empty(LAYER.numel)
     vector = matrix.reshape(-1)
-    sent = codec.encode(LAYER, state, vector, level, here)
+    sent = codec.encode(at(here, LAYER, level, state), vector)
     reduced = Reduced(sent.kind, sent.buffer.clone(), 1)
     if codec.rounds == 2:
-        turn = Turn(LAYER, state, level, here, sent, reduced, lambda: vector)
+        turn = Turn(at(here, LAYER, level, state), sent, reduced, lambda: vector)
         sent = codec.next_rounds([turn])[0]
         reduced = Reduced(sent.kind, sent.buffer.clone(), 1)
-    codec.commit(LAYER, state, level, here, sent, reduced)
-    codec.decode(LAYER, level, here, sent, reduced, out)
+    codec.commit(at(here, LAYER, level, state), sent, reduced)
+    codec.decode(at(here, LAYER, level), sent, reduced, out)
     return out.view(40, 30)
 
 
@@ -443,14 +438,14 @@ def _commit(
 def test_nothing_before_commit_changes_state(codec: type[Codec]) -> None:
     """Also where the rank changed, and with a start drawn for the first time."""
     one, state = codec(), LayerState()
-    one.encode(LAYER, state, low_rank_matrix(8).reshape(-1), 4, context())
+    one.encode(at(context(), LAYER, 4, state), low_rank_matrix(8).reshape(-1))
     assert not state.slots
     _commit(one, state, low_rank_matrix(8), 0)
     held = dict(state.slots)
     copies = {key: slot.clone() for key, slot in held.items()}
     for level in (2, 7):
-        one.encode(LAYER, state, low_rank_matrix(8).reshape(-1), level, context(1))
-        one.encode_absent(LAYER, state, level, context(1), torch.zeros(1))
+        one.encode(at(context(1), LAYER, level, state), low_rank_matrix(8).reshape(-1))
+        one.encode_absent(at(context(1), LAYER, level, state), torch.zeros(1))
     assert state.slots.keys() == held.keys()
     assert all(state.slots[k] is held[k] and torch.equal(held[k], copies[k]) for k in held)
 
@@ -458,14 +453,14 @@ def test_nothing_before_commit_changes_state(codec: type[Codec]) -> None:
 def test_a_new_rank_keeps_the_leading_directions() -> None:
     held = kernels.orthonormalise(torch.randn(1, 4, 30, generator=torch.Generator().manual_seed(0)))
     same = torch.empty(0)
-    narrower = resized(held[0], LAYER, context(), 2, 30, same)
+    narrower = resized(held[0], at(context(), LAYER, 4), 2, 30, same)
     assert torch.equal(narrower, held[0, :2])
-    wider = resized(held[0] * 5, LAYER, context(), 9, 30, same)
+    wider = resized(held[0] * 5, at(context(), LAYER, 4), 9, 30, same)
     assert torch.equal(wider[:4], held[0] * 5)
     torch.testing.assert_close(wider[4:] @ held[0].T, torch.zeros(5, 4), atol=1e-6, rtol=0)
     torch.testing.assert_close(wider[4:] @ wider[4:].T, torch.eye(5), atol=1e-6, rtol=0)
     # Of another shape (the layer was another one): start anew.
-    assert resized(held[0], LAYER, context(), 4, 31, same) is None
+    assert resized(held[0], at(context(), LAYER, 4), 4, 31, same) is None
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -545,14 +540,14 @@ def test_sums_that_overflow_poison_nothing(codec: type[Codec]) -> None:
 def test_payloads_of_another_size_are_refused(codec: type[Codec]) -> None:
     one, state, out = codec(), LayerState(), torch.empty(LAYER.numel)
     vector = low_rank_matrix(8).reshape(-1)
-    sent = one.encode(LAYER, state, vector, 4, context())
+    sent = one.encode(at(context(), LAYER, 4, state), vector)
     wrong = Reduced(sent.kind, torch.zeros(sent.buffer.numel() + 4), 1)
     if codec is PowerSGDCodec:
         with pytest.raises(WireError, match="4 x 40"):
-            one.next_round(Turn(LAYER, state, 4, context(), sent, wrong, lambda: vector))
+            one.next_round(Turn(at(context(), LAYER, 4, state), sent, wrong, lambda: vector))
         sent = Payload(Kind.SUM, torch.zeros(120), own=torch.zeros(4, 40))
     with pytest.raises(WireError, match="expected, got"):
-        one.decode(LAYER, 4, context(), sent, wrong, out)
+        one.decode(at(context(), LAYER, 4), sent, wrong, out)
 
 
 def test_batches_are_the_layers_one_by_one() -> None:
@@ -563,9 +558,9 @@ def test_batches_are_the_layers_one_by_one() -> None:
         generator = torch.Generator().manual_seed(i)
         vector = torch.randn(layer.numel, generator=generator)
         here = context()
-        sent = codec.encode(layer, LayerState(), vector, 4, here)
+        sent = codec.encode(at(here, layer, 4), vector)
         reduced = Reduced(Kind.SUM, sent.buffer.clone(), 1)
-        turns.append(Turn(layer, LayerState(), 4, here, sent, reduced, lambda v=vector: v))
+        turns.append(Turn(at(here, layer, 4), sent, reduced, lambda v=vector: v))
         kept.append(codec.next_round(turns[-1]).buffer.clone())
     for payload, alone in zip(codec.next_rounds(turns), kept, strict=True):
         assert torch.equal(payload.buffer, alone)

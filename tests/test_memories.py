@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from hvd_greco import registry
-from hvd_greco.buffers import Buffers
-from hvd_greco.codecs.base import StepContext
 from hvd_greco.codecs.dense import BF16Codec
 from hvd_greco.codecs.randomk import RandomKCodec
 from hvd_greco.codecs.topk import TopKCodec
@@ -18,7 +16,7 @@ from hvd_greco.errors import ConfigError
 from hvd_greco.exchange.local import LocalMember
 from hvd_greco.layers import Layer
 from hvd_greco.memories.ef21 import EF21SGDM
-from simulate import gaussian, run
+from simulate import at, context, gaussian, run
 
 Pairs = list[tuple[str, torch.Tensor]]
 
@@ -73,10 +71,10 @@ def test_ef21_against_its_formulas(memory: Any, codec: Any) -> None:
                 mask = torch.zeros(400)
                 mask[keep] = 1
             else:
-                context = StepContext(step, rank, 2, 0, Buffers())
                 layer = Layer(0, "w", (40, 10), torch.float32)
+                work = at(context(step, rank, 2), layer, 0.1)
                 mask = torch.zeros(400)
-                mask[RandomKCodec()._positions(layer, 0.1, context, mask.device)] = 1
+                mask[RandomKCodec()._positions(work, mask.device)] = 1
             part = difference * mask.view(40, 10)
             own[rank] = own[rank] + part
             sent.append(part)

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from hvd_greco import kernels
-from hvd_greco.buffers import Buffers
-from hvd_greco.codecs.base import Codec, StepContext
+from hvd_greco.codecs.base import Codec, Turn
 from hvd_greco.codecs.natural import NaturalCodec
 from hvd_greco.codecs.qsgd import QSGDCodec
 from hvd_greco.codecs.quant_wire import GatheredQuantiser
@@ -22,9 +21,9 @@ from hvd_greco.compressor import Compressor
 from hvd_greco.errors import ConfigError, WireError
 from hvd_greco.exchange.local import LocalMember
 from hvd_greco.kernels import portable_quant
-from hvd_greco.layers import Layer, LayerState
+from hvd_greco.layers import Layer
 from hvd_greco.payload import Kind, Payload, Reduced
-from simulate import gaussian, run
+from simulate import at, context, gaussian, run
 
 KEY = (7, 11)
 
@@ -33,29 +32,19 @@ def layer_of(vector: torch.Tensor, name: str = "w") -> Layer:
     return Layer(0, name, (vector.numel(),), vector.dtype)
 
 
-def context(step: int = 0, rank: int = 0, size: int = 1) -> StepContext:
-    return StepContext(step, rank, size, 0, Buffers())
-
-
 def coded(
     codec: Codec, vector: torch.Tensor, level: int | None = None, step: int = 0
 ) -> tuple[torch.Tensor, Payload]:
     """What one rank alone gets back of ``vector``, and what it sent last."""
     layer, where = layer_of(vector), context(step)
-    sent = codec.encode(layer, LayerState(), vector.clone(), level, where)
+    sent = codec.encode(at(where, layer, level), vector.clone())
     if codec.rounds == 2:
         gathered = Reduced(sent.kind, sent.buffer.clone(), 1)
-        turn: Any = _Turn(layer, level, where, sent, gathered, vector)
+        turn = Turn(at(where, layer, level), sent, gathered, vector.clone)
         sent = codec.next_round(turn)
     out = torch.full_like(vector, torch.nan)
-    codec.decode(layer, level, where, sent, Reduced(sent.kind, sent.buffer.clone(), 1), out)
+    codec.decode(at(where, layer, level), sent, Reduced(sent.kind, sent.buffer.clone(), 1), out)
     return out, sent
-
-
-class _Turn:
-    def __init__(self, layer: Layer, level: Any, where: Any, sent: Any, got: Any, v: Any) -> None:
-        self.layer, self.level, self.context = layer, level, where
-        self.sent, self.reduced, self.vector = sent, got, v.clone
 
 
 # -- kernels ----------------------------------------------------------------------------------
@@ -316,10 +305,10 @@ def test_random_numbers_are_private_and_repeatable(codec: Codec) -> None:
 
     def sent(step: int, rank: int, name: str) -> torch.Tensor:
         layer, where = layer_of(vector, name), context(step, rank)
-        payload = codec.encode(layer, LayerState(), vector.clone(), level, where)
+        payload = codec.encode(at(where, layer, level), vector.clone())
         if codec.rounds == 2:
             got = Reduced(payload.kind, payload.buffer, 1)
-            turn: Any = _Turn(layer, level, where, payload, got, vector)
+            turn = Turn(at(where, layer, level), payload, got, vector.clone)
             payload = codec.next_round(turn)
         return payload.buffer.clone()
 
@@ -426,10 +415,10 @@ def test_bytes_by_hand() -> None:
 def corrupted(codec: GatheredQuantiser, level: int | None, change: Callable[..., None]) -> None:
     vector = torch.randn(700)
     layer, where = layer_of(vector), context()
-    sent = codec.encode(layer, LayerState(), vector, level, where)
+    sent = codec.encode(at(where, layer, level), vector)
     change(sent.buffer)
     reduced = Reduced(Kind.GATHER, sent.buffer, 1)
-    codec.decode(layer, level, where, sent, reduced, torch.empty(700))
+    codec.decode(at(where, layer, level), sent, reduced, torch.empty(700))
 
 
 def test_bytes_that_cannot_be_are_refused() -> None:
@@ -452,14 +441,14 @@ def test_bytes_that_cannot_be_are_refused() -> None:
     for codec in (QSGDCodec(), NaturalCodec(), SignCodec()):
         short = Payload(Kind.GATHER, torch.zeros(50, dtype=torch.uint8))
         with pytest.raises(WireError, match="gathered 50 bytes"):
-            codec.decode(layer, 4, context(), short, Reduced(Kind.GATHER, short.buffer, 1), out)
+            codec.decode(at(context(), layer, 4), short, Reduced(Kind.GATHER, short.buffer, 1), out)
 
 
 def test_maxima_that_cannot_be_are_refused() -> None:
     codec, vector = SummableQuantCodec(), torch.randn(70)
-    sent = codec.encode(layer_of(vector), LayerState(), vector, 4, context(size=2))
+    sent = codec.encode(at(context(size=2), layer_of(vector), 4), vector)
     received = Reduced(Kind.GATHER, torch.zeros(7, dtype=torch.uint8), 2)
-    turn: Any = _Turn(layer_of(vector), 4, context(size=2), sent, received, vector)
+    turn = Turn(at(context(size=2), layer_of(vector), 4), sent, received, vector.clone)
     with pytest.raises(WireError, match="7 bytes of maxima from 2 ranks"):
         codec.next_round(turn)
 
@@ -516,12 +505,12 @@ def test_what_is_not_finite_is_reported(name: str, poison: float) -> None:
     vector = torch.randn(300)
     vector[150] = poison
     codec, layer = make(), layer_of(vector)
-    sent = codec.encode(layer, LayerState(), vector.clone(), level, context())
+    sent = codec.encode(at(context(), layer, level), vector.clone())
     assert sent.finite is not None
     assert not bool(sent.finite)
     out, _ = coded(codec, vector, level)  # raises nothing, writes nowhere else
     assert not out.isfinite().all()
-    clean = codec.encode(layer, LayerState(), torch.randn(300), level, context())
+    clean = codec.encode(at(context(), layer, level), torch.randn(300))
     assert clean.finite is not None
     assert bool(clean.finite)
 

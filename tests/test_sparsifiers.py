@@ -16,8 +16,7 @@ from test_codecs import Row, build
 
 import hvd_greco as greco
 from hvd_greco import kernels, methods
-from hvd_greco.buffers import Buffers
-from hvd_greco.codecs.base import StepContext, Turn
+from hvd_greco.codecs.base import Turn
 from hvd_greco.codecs.dgc import DGCCodec, warm_up
 from hvd_greco.codecs.shared_topk import SharedTopKCodec
 from hvd_greco.codecs.sparse_wire import VALUES, sparse_layout
@@ -26,14 +25,10 @@ from hvd_greco.compressor import Compressor
 from hvd_greco.errors import ConfigError, WireError
 from hvd_greco.exchange.local import LocalGroup, LocalMember
 from hvd_greco.launch import python_command, run_ranks
-from hvd_greco.layers import Layer, LayerState
+from hvd_greco.layers import Layer
 from hvd_greco.memories.dgc import DGCMemory
 from hvd_greco.payload import Kind, Payload, Reduced
-from simulate import gaussian, run
-
-
-def context(step: int = 0, rank: int = 0, size: int = 1) -> StepContext:
-    return StepContext(step, rank, size, 0, Buffers())
+from simulate import at, context, gaussian, run
 
 
 def noise(numel: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -114,18 +109,21 @@ def test_sampled_payloads_travel() -> None:
         for outcome in outcomes:
             assert outcome.reports[step].sent_bytes <= outcome.compressor.wire_bytes()
     codec, layer = row.make(), Layer(0, "w", (1000, 100), torch.float32)
-    empty = codec.encode(layer, LayerState(), torch.zeros(100_000), 0.02, context())
+    empty = codec.encode(at(context(), layer, 0.02), torch.zeros(100_000))
     assert empty.nbytes == 8
     for count in (-1, 2001, 2**40):
         forged = torch.zeros(16_000, dtype=torch.uint8)
         forged[:8].view(torch.int64).fill_(count)
         with pytest.raises(WireError, match=f"announces {count} values, 2000 are the most"):
             codec.decode(
-                layer, 0.02, context(), empty, Reduced(Kind.GATHER, forged, 1), torch.empty(100_000)
+                at(context(), layer, 0.02),
+                empty,
+                Reduced(Kind.GATHER, forged, 1),
+                torch.empty(100_000),
             )
     twice = Reduced(Kind.GATHER, torch.cat([empty.buffer, empty.buffer]), 1)
     with pytest.raises(WireError, match="from 1 ranks; payload 2"):
-        codec.decode(layer, 0.02, context(), empty, twice, torch.empty(100_000))
+        codec.decode(at(context(), layer, 0.02), empty, twice, torch.empty(100_000))
     assert bool(empty.finite)
 
 
@@ -181,7 +179,7 @@ def test_arbitrary_bytes_never_do_harm(values: str, selection: str, raw: bytes, 
     sent = Payload(Kind.GATHER, buffer)
     out = torch.empty(300)
     try:
-        codec.decode(layer, 0.02, context(), sent, Reduced(Kind.GATHER, buffer, size), out)
+        codec.decode(at(context(), layer, 0.02), sent, Reduced(Kind.GATHER, buffer, size), out)
     except WireError:
         return
     assert (out != 0).sum() <= 6 * size
@@ -270,12 +268,14 @@ def test_received_positions_are_checked(raw: bytes) -> None:
     codec, layer = SharedTopKCodec(), Layer(0, "w", (70_000,), torch.float32)
     level = 2 / 70_000
     buffer = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    sent = codec.encode(layer, LayerState(), noise(70_000), level, context(1, 0, 2))
+    sent = codec.encode(at(context(1, 0, 2), layer, level), noise(70_000))
     assert sent.nbytes == 0
     turn = Turn(
-        layer, LayerState(), level, context(1, 0, 2), sent,
-        Reduced(Kind.GATHER, buffer, 2), lambda: noise(70_000),
-    )  # fmt: skip
+        at(context(1, 0, 2), layer, level),
+        sent,
+        Reduced(Kind.GATHER, buffer, 2),
+        lambda: noise(70_000),
+    )
     positions = buffer.view(torch.int32)
     if bool(((positions < 0) | (positions >= 70_000)).any()):
         with pytest.raises(WireError):

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from .. import kernels
-from ..layers import Layer, LayerState
+from ..layers import Layer
 from ..payload import Kind, Payload, Reduced, network_bytes
 from ..registry import register_codec
-from .base import Codec, Level, StepContext
+from .base import Codec, Level, Work
 from .low_rank import (
     check_rank,
     drawn,
@@ -73,7 +73,7 @@ class ACPCodec(Codec):
     """
 
     name = "acp"
-    private = False
+    kind = Kind.CARRIED
 
     def check_level(self, level: Level) -> Level:
         return check_rank(level)
@@ -93,69 +93,31 @@ class ACPCodec(Codec):
         both = rank_of(layer, level) * sum(layer.matrix) * layer.work_dtype.itemsize
         return network_bytes(Kind.CARRIED, both // 2, size)
 
-    def encode(
-        self,
-        layer: Layer,
-        state: LayerState,
-        vector: torch.Tensor,
-        level: Level,
-        context: StepContext,
-    ) -> Payload:
-        own = self._basis(layer, state, level, context, vector)
-        shape = own.factor_shape(layer)
-        sent = context.buffers.get("acp", math.prod(shape), layer.work_dtype, vector.device)
+    def encode(self, work: Work, vector: torch.Tensor) -> Payload:
+        own = self._basis(work, vector)
+        shape = own.factor_shape(work.layer)
+        sent = work.buffers.get("acp", math.prod(shape), work.layer.work_dtype, vector.device)
         product = kernels.project_columns if own.left else kernels.project_rows
-        product(own.basis, vector.view(layer.matrix), sent.view(shape))
+        product(own.basis, vector.view(work.layer.matrix), sent.view(shape))
         return Payload(Kind.CARRIED, sent, own=own, finite=kernels.all_finite(vector))
 
-    def encode_absent(
-        self,
-        layer: Layer,
-        state: LayerState,
-        level: Level,
-        context: StepContext,
-        like: torch.Tensor,
-    ) -> Payload:
-        own = self._basis(layer, state, level, context, like)
-        count = math.prod(own.factor_shape(layer))
-        sent = context.buffers.get("acp", count, layer.work_dtype, like.device)
+    def encode_absent(self, work: Work, like: torch.Tensor) -> Payload:
+        own = self._basis(work, like)
+        count = math.prod(own.factor_shape(work.layer))
+        sent = work.buffers.get("acp", count, work.layer.work_dtype, like.device)
         return Payload(Kind.CARRIED, sent.zero_(), own=own)
 
-    def decode(
-        self,
-        layer: Layer,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        reduced: Reduced,
-        out: torch.Tensor,
-    ) -> None:
-        left, right = self._factors(layer, level, sent.own, reduced)
-        kernels.low_rank(left, right, out.view(layer.matrix))
+    def decode(self, work: Work, sent: Payload, reduced: Reduced, out: torch.Tensor) -> None:
+        left, right = self._factors(work.layer, work.level, sent.own, reduced)
+        kernels.low_rank(left, right, out.view(work.layer.matrix))
 
-    def add_own(
-        self,
-        layer: Layer,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        vector: torch.Tensor,
-        alpha: float,
-    ) -> None:
+    def add_own(self, work: Work, sent: Payload, vector: torch.Tensor, alpha: float) -> None:
         local = Reduced(sent.kind, sent.buffer, 1)
-        left, right = self._factors(layer, level, sent.own, local)
-        kernels.add_low_rank(vector.view(layer.matrix), left, right, alpha)
+        left, right = self._factors(work.layer, work.level, sent.own, local)
+        kernels.add_low_rank(vector.view(work.layer.matrix), left, right, alpha)
 
-    def commit(
-        self,
-        layer: Layer,
-        state: LayerState,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        reduced: Reduced,
-    ) -> None:
-        left, right = self._factors(layer, level, sent.own, reduced)
+    def commit(self, work: Work, sent: Payload, reduced: Reduced) -> None:
+        left, right = self._factors(work.layer, work.level, sent.own, reduced)
         # Scaled to a power of two first: the mean and the sum of two ranks keep the same bits.
         found = scaled_rows(right if sent.own.left else left)
         if found is None:
@@ -167,11 +129,11 @@ class ACPCodec(Codec):
             # Directions that the gradient lacks now: look elsewhere, behind those that it has.
             kept = basis[alive]
             missing, length = basis.shape[0] - kept.shape[0], basis.shape[1]
-            fresh = drawn(layer, context, f"again/{context.step}", missing, length, basis)
+            fresh = drawn(work, f"again/{work.step}", missing, length, basis)
             basis = kernels.orthonormalise(torch.cat((kept, fresh)).unsqueeze(0))[0]
         now, before = (_RIGHT, _LEFT) if sent.own.left else (_LEFT, _RIGHT)
-        state.slots[now] = basis
-        state.slots.pop(before, None)
+        work.state.slots[now] = basis
+        work.state.slots.pop(before, None)
 
     def _factors(
         self, layer: Layer, level: Level, own: _Own, reduced: Reduced
@@ -180,21 +142,14 @@ class ACPCodec(Codec):
         summed = factor(reduced, *own.factor_shape(layer))
         return (own.basis, summed) if own.left else (summed, own.basis)
 
-    def _basis(
-        self,
-        layer: Layer,
-        state: LayerState,
-        level: Level,
-        context: StepContext,
-        like: torch.Tensor,
-    ) -> _Own:
+    def _basis(self, work: Work, like: torch.Tensor) -> _Own:
         """Whose turn it is. What was added up last decides, so a skipped step loses no turn."""
-        rank, (n, m) = rank_of(layer, level), layer.matrix
-        held = resized(state.slots.get(_LEFT), layer, context, rank, n, like)
+        rank, (n, m) = rank_of(work.layer, work.level), work.layer.matrix
+        held = resized(work.state.slots.get(_LEFT), work, rank, n, like)
         if held is not None:
             return _Own(held, left=True)
-        held = resized(state.slots.get(_RIGHT), layer, context, rank, m, like)
+        held = resized(work.state.slots.get(_RIGHT), work, rank, m, like)
         if held is None:
-            start = drawn(layer, context, "start", rank, m, like)
+            start = drawn(work, "start", rank, m, like)
             held = kernels.orthonormalise(start.unsqueeze(0))[0]
         return _Own(held, left=False)

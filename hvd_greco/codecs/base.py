@@ -10,16 +10,19 @@ import torch
 
 from ..buffers import Buffers
 from ..layers import Layer, LayerState
-from ..payload import Payload, Reduced
+from ..payload import Kind, Payload, Reduced, network_bytes
 
 Level = float | int | None
 
 
 @dataclass(frozen=True)
-class StepContext:
-    """The present step of one layer, as a codec may see it.
+class Work:
+    """One layer in the present step, as a codec may see it.
 
     Attributes:
+        layer: which.
+        level: what the plan says.
+        state: what persists; only :meth:`Codec.commit` may change it.
         step: how many steps were completed before this one; the same on all ranks.
         rank: this rank within the process set.
         size: ranks in the process set.
@@ -27,6 +30,9 @@ class StepContext:
         buffers: memory of this rank and layer that is reused from step to step.
     """
 
+    layer: Layer
+    level: Level
+    state: LayerState
     step: int
     rank: int
     size: int
@@ -36,7 +42,7 @@ class StepContext:
 
 @dataclass(frozen=True)
 class Turn:
-    """One layer between two rounds: what came back of ``sent``, and all that belongs to it.
+    """A layer between two rounds: its work, and what came back of ``sent``.
 
     Attributes:
         vector: gives this rank's vector again, as it was given to ``encode`` (zeros on a rank
@@ -44,10 +50,7 @@ class Turn:
             valid until it is called for any layer again.
     """
 
-    layer: Layer
-    state: LayerState
-    level: Level
-    context: StepContext
+    work: Work
     sent: Payload
     reduced: Reduced
     vector: Callable[[], torch.Tensor]
@@ -64,17 +67,17 @@ class Codec(ABC):
        :meth:`add_own`, and :meth:`commit` stores what the codec wants to keep.
     4. :meth:`decode` writes the mean over all ranks.
 
-    Nothing before 3 may change ``state``, so that a step with an overflow leaves no trace.
+    Nothing before 3 may change ``work.state``, so that a step with an overflow leaves no trace.
 
     Attributes:
         name: short name, used in plans and reports.
         rounds: number of communication rounds.
-        private: payloads travel by collectives of our own; False: their kind is ``CARRIED``.
+        kind: how the payload of the first round travels; the only one, in most codecs.
     """
 
     name: str
     rounds: int = 1
-    private: bool = True
+    kind: Kind = Kind.GATHER
 
     def adapt_to(self, memory: str) -> None:
         """Learn which memory the codec works with, before anything else is asked of it."""
@@ -116,40 +119,26 @@ class Codec(ABC):
         The carrier that rides Horovod's own allreduce is the compressor's, and not included.
         """
 
-    @abstractmethod
     def network_bytes(self, layer: Layer, level: Level, size: int) -> int:
-        """Bytes a rank must put on the link in one step (see ``payload.network_bytes``)."""
+        """Bytes a rank must put on the link in one step (see ``payload.network_bytes``).
+
+        The default is right where all rounds are of one kind.
+        """
+        return network_bytes(self.kind, self.wire_bytes(layer, level, size), size)
 
     @abstractmethod
-    def encode(
-        self,
-        layer: Layer,
-        state: LayerState,
-        vector: torch.Tensor,
-        level: Level,
-        context: StepContext,
-    ) -> Payload:
+    def encode(self, work: Work, vector: torch.Tensor) -> Payload:
         """Round 1 from this rank's vector.
 
         Args:
-            layer: which.
-            state: read only.
+            work: the layer in this step; its state is read only.
             vector: gradient plus what the memory adds, shape ``[d]`` in ``layer.work_dtype``.
                 Valid during this call only. A codec that overwrites it must fill in
                 ``Payload.finite``.
-            level: what the plan says.
-            context: the step.
         """
 
     @abstractmethod
-    def encode_absent(
-        self,
-        layer: Layer,
-        state: LayerState,
-        level: Level,
-        context: StepContext,
-        like: torch.Tensor,
-    ) -> Payload:
+    def encode_absent(self, work: Work, like: torch.Tensor) -> Payload:
         """Round 1 of a rank that has no gradient: takes part, and contributes zero.
 
         ``like`` is any tensor on the layer's device.
@@ -164,15 +153,7 @@ class Codec(ABC):
         return [self.next_round(turn) for turn in turns]
 
     @abstractmethod
-    def decode(
-        self,
-        layer: Layer,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        reduced: Reduced,
-        out: torch.Tensor,
-    ) -> None:
+    def decode(self, work: Work, sent: Payload, reduced: Reduced, out: torch.Tensor) -> None:
         """Write the mean over all ranks, from the last round, into ``out``.
 
         Args:
@@ -182,38 +163,22 @@ class Codec(ABC):
             out: shape ``[d]`` in ``layer.work_dtype``; its contents are undefined before.
         """
 
-    def add_own(
-        self,
-        layer: Layer,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        vector: torch.Tensor,
-        alpha: float,
-    ) -> None:
+    def add_own(self, work: Work, sent: Payload, vector: torch.Tensor, alpha: float) -> None:
         """``vector += alpha * C``, with C this rank's own contribution, in place.
 
         The default decodes the rank's own payload as if it were alone, which is right for codecs
         of one round. ``sent`` is the last round's payload.
         """
         own = torch.empty_like(vector)
-        self.decode(layer, level, context, sent, Reduced(sent.kind, sent.buffer, 1), own)
+        self.decode(work, sent, Reduced(sent.kind, sent.buffer, 1), own)
         vector.add_(own, alpha=alpha)
 
     def clear_own(self, sent: Payload, vector: torch.Tensor) -> None:
         """Zero ``vector`` wherever this rank sent something; for sparse codecs (DGC's masking)."""
         raise NotImplementedError(f"{type(self).__name__} sends every entry")
 
-    def commit(
-        self,
-        layer: Layer,
-        state: LayerState,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        reduced: Reduced,
-    ) -> None:
-        """Store in ``state.slots`` what the codec keeps.
+    def commit(self, work: Work, sent: Payload, reduced: Reduced) -> None:
+        """Store in ``work.state.slots`` what the codec keeps.
 
         Called when the step is accepted, on every rank, with or without a gradient: what is kept
         must follow from what all ranks know, if it is to be the same on all of them.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from ..errors import ConfigError, WireError
-from ..layers import Layer, LayerState
+from ..layers import Layer
 from ..payload import Kind, Payload, Reduced, network_bytes
 from ..registry import register_codec
-from .base import Codec, Level, StepContext, Turn
+from .base import Codec, Level, Turn, Work
 
 #: What stock Horovod's allreduce adds up by itself.
 CARRIED_DTYPES = (torch.float16, torch.float32, torch.float64)
@@ -27,7 +27,7 @@ class DenseCodec(Codec):
             become zero.
     """
 
-    private = False
+    kind = Kind.CARRIED
 
     def __init__(self, wire: str = "native") -> None:
         if wire not in WIRES:
@@ -48,39 +48,16 @@ class DenseCodec(Codec):
     def wire_bytes(self, layer: Layer, level: Level, size: int) -> int:
         return layer.numel * self.wire_dtype(layer.dtype).itemsize
 
-    def network_bytes(self, layer: Layer, level: Level, size: int) -> int:
-        return network_bytes(Kind.CARRIED, self.wire_bytes(layer, level, size), size)
+    def encode(self, work: Work, vector: torch.Tensor) -> Payload:
+        return Payload(Kind.CARRIED, vector.to(self.wire_dtype(work.layer.dtype)))
 
-    def encode(
-        self,
-        layer: Layer,
-        state: LayerState,
-        vector: torch.Tensor,
-        level: Level,
-        context: StepContext,
-    ) -> Payload:
-        return Payload(Kind.CARRIED, vector.to(self.wire_dtype(layer.dtype)))
-
-    def encode_absent(
-        self,
-        layer: Layer,
-        state: LayerState,
-        level: Level,
-        context: StepContext,
-        like: torch.Tensor,
-    ) -> Payload:
-        zeros = torch.zeros(layer.numel, dtype=self.wire_dtype(layer.dtype), device=like.device)
+    def encode_absent(self, work: Work, like: torch.Tensor) -> Payload:
+        zeros = torch.zeros(
+            work.layer.numel, dtype=self.wire_dtype(work.layer.dtype), device=like.device
+        )
         return Payload(Kind.CARRIED, zeros)
 
-    def decode(
-        self,
-        layer: Layer,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        reduced: Reduced,
-        out: torch.Tensor,
-    ) -> None:
+    def decode(self, work: Work, sent: Payload, reduced: Reduced, out: torch.Tensor) -> None:
         out.copy_(reduced.buffer)
 
 
@@ -101,6 +78,7 @@ class BF16Codec(Codec):
 
     name = "bf16"
     rounds = 2
+    kind = Kind.SCATTER
 
     def wire_bytes(self, layer: Layer, level: Level, size: int) -> int:
         shard = _shard(layer.numel, size)
@@ -111,54 +89,32 @@ class BF16Codec(Codec):
         scatter = network_bytes(Kind.SCATTER, 2 * shard * size, size)
         return scatter + network_bytes(Kind.GATHER, 2 * shard, size)
 
-    def encode(
-        self,
-        layer: Layer,
-        state: LayerState,
-        vector: torch.Tensor,
-        level: Level,
-        context: StepContext,
-    ) -> Payload:
-        shard = _shard(layer.numel, context.size)
-        total = shard * context.size
-        buffer = context.buffers.get("send", total, torch.bfloat16, vector.device)
-        buffer[: layer.numel].copy_(vector)
-        buffer[layer.numel :].zero_()
-        splits = (2 * shard,) * context.size
+    def encode(self, work: Work, vector: torch.Tensor) -> Payload:
+        shard = _shard(work.layer.numel, work.size)
+        total = shard * work.size
+        buffer = work.buffers.get("send", total, torch.bfloat16, vector.device)
+        buffer[: work.layer.numel].copy_(vector)
+        buffer[work.layer.numel :].zero_()
+        splits = (2 * shard,) * work.size
         return Payload(Kind.SCATTER, buffer.view(torch.uint8), splits=splits)
 
-    def encode_absent(
-        self,
-        layer: Layer,
-        state: LayerState,
-        level: Level,
-        context: StepContext,
-        like: torch.Tensor,
-    ) -> Payload:
-        zeros = torch.zeros(layer.numel, dtype=layer.work_dtype, device=like.device)
-        return self.encode(layer, state, zeros, level, context)
+    def encode_absent(self, work: Work, like: torch.Tensor) -> Payload:
+        zeros = torch.zeros(work.layer.numel, dtype=work.layer.work_dtype, device=like.device)
+        return self.encode(work, zeros)
 
     def unbiased(self, level: Level) -> bool:
         return True  # but for rounding to 8 bits
 
     def next_round(self, turn: Turn) -> Payload:
-        size = turn.context.size
-        shard = _shard(turn.layer.numel, size)
+        size = turn.work.size
+        shard = _shard(turn.work.layer.numel, size)
         pieces = _bf16(turn.reduced, shard * size).view(size, shard)
         mean = pieces.to(torch.float32).mean(dim=0).to(torch.bfloat16)
         return Payload(Kind.GATHER, mean.view(torch.uint8))
 
-    def decode(
-        self,
-        layer: Layer,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        reduced: Reduced,
-        out: torch.Tensor,
-    ) -> None:
-        total = _shard(layer.numel, context.size) * context.size
-        out.copy_(_bf16(reduced, total)[: layer.numel])
+    def decode(self, work: Work, sent: Payload, reduced: Reduced, out: torch.Tensor) -> None:
+        total = _shard(work.layer.numel, work.size) * work.size
+        out.copy_(_bf16(reduced, total)[: work.layer.numel])
 
 
 def _shard(numel: int, size: int) -> int:

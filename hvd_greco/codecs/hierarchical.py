@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import kernels
-from ..layers import Layer, LayerState
+from ..layers import Layer
 from ..payload import Hosts, Kind, Payload, Reduced, Scope, network_bytes
-from .base import Codec, Level, StepContext, Turn
+from .base import Codec, Level, Turn, Work
 from .wrapping import WrapperCodec, kind_of
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class HierarchicalCodec(WrapperCodec):
     """
 
     rounds = 3
+    kind = Kind.SUM
 
     def __init__(
         self,
@@ -75,16 +76,10 @@ class HierarchicalCodec(WrapperCodec):
         self._leader = leaders(sizes, hosts.local_size)
         self._memory = memory
         self._own = own
-        self._kind: Kind | None = None
+        self._kind = kind_of(inner)
 
     def context(self) -> dict[str, str]:
         return {**super().context(), "ranks on each host": str(self._hosts.local_size)}
-
-    def check_level(self, level: Level) -> Level:
-        level = super().check_level(level)
-        if self._kind is None:
-            self._kind = kind_of(self.inner, level)
-        return level
 
     def _leads(self, layer: Layer) -> bool:
         return self._leader[layer.name] == self._hosts.local_rank
@@ -112,58 +107,43 @@ class HierarchicalCodec(WrapperCodec):
         kind = Kind.SUM if self._summed() else Kind.GATHER
         return network_bytes(kind, self.inner.wire_bytes(layer, level, cross), cross)
 
-    def encode(
-        self,
-        layer: Layer,
-        state: LayerState,
-        vector: torch.Tensor,
-        level: Level,
-        context: StepContext,
-    ) -> Payload:
-        shares = self._shares(layer, context, vector)
+    def encode(self, work: Work, vector: torch.Tensor) -> Payload:
+        shares = self._shares(work, vector)
         # Divided before they are added up: the mean of finite gradients is finite.
         torch.div(vector, self._hosts.local_size, out=shares[:-1])
         shares[-1] = 1.0
         return Payload(Kind.SUM, shares, scope=Scope.LOCAL)
 
-    def encode_absent(
-        self,
-        layer: Layer,
-        state: LayerState,
-        level: Level,
-        context: StepContext,
-        like: torch.Tensor,
-    ) -> Payload:
-        return Payload(Kind.SUM, self._shares(layer, context, like).zero_(), scope=Scope.LOCAL)
+    def encode_absent(self, work: Work, like: torch.Tensor) -> Payload:
+        return Payload(Kind.SUM, self._shares(work, like).zero_(), scope=Scope.LOCAL)
 
-    def _shares(self, layer: Layer, context: StepContext, like: torch.Tensor) -> torch.Tensor:
+    def _shares(self, work: Work, like: torch.Tensor) -> torch.Tensor:
         """The send buffer of round 1: the vector, and 1 if this rank has a gradient at all."""
-        return context.buffers.get("host", layer.numel + 1, layer.work_dtype, like.device)
+        return work.buffers.get("host", work.layer.numel + 1, work.layer.work_dtype, like.device)
 
     def next_round(self, turn: Turn) -> Payload:
         if turn.sent.scope is Scope.LOCAL:
             return self._between(turn)
         # Last round: only the leader has something to hand on.
         known: _Between = turn.sent.own
-        buffer = turn.reduced.buffer if self._leads(turn.layer) else known.payload.buffer[:0]
+        buffer = turn.reduced.buffer if self._leads(turn.work.layer) else known.payload.buffer[:0]
         return Payload(Kind.GATHER, buffer, own=known, scope=Scope.LOCAL)
 
     def _between(self, turn: Turn) -> Payload:
         """The payload for the other hosts, from the sum over this one."""
-        layer, state, level = turn.layer, turn.state, turn.level
-        context, summed = self._inner_context(turn.context), turn.reduced.buffer
-        leads = self._leads(layer)
+        work, summed = self._between_hosts(turn.work), turn.reduced.buffer
+        leads = self._leads(work.layer)
         present = leads and (self._memory.absent_is_zero or bool(summed[-1] > 0))
         if not present:
-            payload = self.inner.encode_absent(layer, state, level, context, summed)
+            payload = self.inner.encode_absent(work, summed)
             if not leads:
                 nothing = payload.buffer[:0]
                 return Payload(Kind.NOTHING, nothing, own=_Between(payload), scope=Scope.CROSS)
             return self._to_hosts(payload, _Between(payload))
         mean = summed[:-1]
         vector = torch.empty_like(mean)
-        self._memory.compensate(layer, state, mean, 1.0, vector)
-        payload = self.inner.encode(layer, state, vector, level, context)
+        self._memory.compensate(work.layer, work.state, mean, 1.0, vector)
+        payload = self.inner.encode(work, vector)
         finite = payload.finite
         if finite is None:
             finite = kernels.all_finite(vector)
@@ -173,41 +153,26 @@ class HierarchicalCodec(WrapperCodec):
         kind = Kind.SUM if self._summed() else Kind.GATHER
         return Payload(kind, payload.buffer, own=known, scope=Scope.CROSS)
 
-    def decode(
-        self,
-        layer: Layer,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        reduced: Reduced,
-        out: torch.Tensor,
-    ) -> None:
+    def decode(self, work: Work, sent: Payload, reduced: Reduced, out: torch.Tensor) -> None:
         known: _Between = sent.own
-        inner, back = self._inner_context(context), self._back(reduced)
-        self.inner.decode(layer, level, inner, known.payload, back, out)
+        inner = self._between_hosts(work)
+        self.inner.decode(inner, known.payload, self._back(reduced), out)
 
-    def commit(
-        self,
-        layer: Layer,
-        state: LayerState,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        reduced: Reduced,
-    ) -> None:
+    def commit(self, work: Work, sent: Payload, reduced: Reduced) -> None:
         known: _Between = sent.own
-        inner = self._inner_context(context)
+        inner = self._between_hosts(work)
         if known.mean is not None and known.finite is not None and bool(known.finite):
-            own = self._own(self.inner, layer, level, inner, known.payload)
-            self._memory.commit(layer, state, known.mean, 1.0, own)
-        self.inner.commit(layer, state, level, inner, known.payload, self._back(reduced))
+            own = self._own(self.inner, inner, known.payload)
+            self._memory.commit(work.layer, work.state, known.mean, 1.0, own)
+        self.inner.commit(inner, known.payload, self._back(reduced))
 
-    def _inner_context(self, context: StepContext) -> StepContext:
+    def _between_hosts(self, work: Work) -> Work:
+        """The work as the inner codec sees it, among the ranks with this place on each host."""
         return replace(
-            context,
+            work,
             rank=self._hosts.cross_rank,
             size=self._hosts.cross_size,
-            buffers=context.buffers.under("inner"),
+            buffers=work.buffers.under("inner"),
         )
 
     def _back(self, reduced: Reduced) -> Reduced:
@@ -215,7 +180,7 @@ class HierarchicalCodec(WrapperCodec):
         cross = self._hosts.cross_size
         if self._kind is Kind.CARRIED:  # the mean, as if Horovod had carried it
             return Reduced(Kind.CARRIED, reduced.buffer / cross, cross)
-        return Reduced(self._kind or Kind.GATHER, reduced.buffer, cross)
+        return Reduced(self._kind, reduced.buffer, cross)
 
 
 def leaders(sizes: Mapping[str, int], local_size: int) -> dict[str, int]:

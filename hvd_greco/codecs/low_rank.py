@@ -16,7 +16,7 @@ from ..config import check_count
 from ..errors import ConfigError, WireError
 from ..layers import Layer
 from ..payload import Reduced
-from .base import Level, StepContext
+from .base import Level, Work
 
 _MENU = (1, 2, 4, 8, 16, 32, 64)
 
@@ -57,20 +57,19 @@ def factor(reduced: Reduced, rank: int, length: int) -> torch.Tensor:
     return reduced.buffer.view(rank, length)
 
 
-def drawn(
-    layer: Layer, context: StepContext, what: str, rows: int, length: int, like: torch.Tensor
-) -> torch.Tensor:
+def drawn(work: Work, what: str, rows: int, length: int, like: torch.Tensor) -> torch.Tensor:
     """Random rows ``[rows, length]``, the same on all ranks for the same ``what``."""
-    words = hashlib.blake2b(f"{context.seed}/{layer.name}/{what}".encode(), digest_size=16).digest()
+    words = hashlib.blake2b(
+        f"{work.seed}/{work.layer.name}/{what}".encode(), digest_size=16
+    ).digest()
     key = (int.from_bytes(words[:8], "little"), int.from_bytes(words[8:], "little"))
-    start = torch.empty(0, dtype=layer.work_dtype, device=like.device)
+    start = torch.empty(0, dtype=work.layer.work_dtype, device=like.device)
     return kernels.shared_uniform(key, rows, length, start)
 
 
 def resized(
     held: torch.Tensor | None,
-    layer: Layer,
-    context: StepContext,
+    work: Work,
     rank: int,
     length: int,
     like: torch.Tensor,
@@ -88,11 +87,11 @@ def resized(
     """
     if held is None or held.dim() != 2 or held.shape[1] != length:
         return None
-    held = held.to(like.device, layer.work_dtype)
+    held = held.to(like.device, work.layer.work_dtype)
     missing = rank - held.shape[0]
     if missing <= 0:
         return held[:rank]
-    fresh = drawn(layer, context, f"wider/{held.shape[0]}", missing, length, like)
+    fresh = drawn(work, f"wider/{held.shape[0]}", missing, length, like)
     both = kernels.orthonormalise(torch.cat((held, fresh)).unsqueeze(0))[0]
     return torch.cat((held, both[held.shape[0] :]))
 

@@ -13,7 +13,7 @@ from .. import kernels
 from ..errors import WireError
 from ..layers import Layer
 from ..registry import register_codec
-from .base import Level, StepContext
+from .base import Level, Work
 from .quant_wire import GatheredQuantiser, random_key
 
 #: Stands for the exponent of a vector that is not finite.
@@ -60,19 +60,13 @@ class NaturalCodec(GatheredQuantiser):
         return 4, layer.numel
 
     def write(
-        self,
-        layer: Layer,
-        vector: torch.Tensor,
-        level: Level,
-        context: StepContext,
-        header: torch.Tensor,
-        codes: torch.Tensor,
+        self, work: Work, vector: torch.Tensor, header: torch.Tensor, codes: torch.Tensor
     ) -> torch.Tensor:
         peak = torch.maximum(vector.amax(), -vector.amin())
-        finite, (lowest, highest) = peak.isfinite(), _limits(layer)
+        finite, (lowest, highest) = peak.isfinite(), _limits(work.layer)
         exponent = torch.frexp(peak).exponent.clamp(lowest, highest).to(torch.int32)
         header.view(torch.int32).copy_(torch.where(finite, exponent, _NONFINITE))
-        kernels.natural_pack(vector, exponent, random_key(layer, context), codes)
+        kernels.natural_pack(vector, exponent, random_key(work), codes)
         return finite
 
     def add(

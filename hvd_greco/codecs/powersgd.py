@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 
 from .. import kernels
-from ..layers import Layer, LayerState
-from ..payload import Kind, Payload, Reduced, network_bytes
+from ..layers import Layer
+from ..payload import Kind, Payload, Reduced
 from ..registry import register_codec
-from .base import Codec, Level, StepContext, Turn
+from .base import Codec, Level, Turn, Work
 from .low_rank import (
     check_rank,
     drawn,
@@ -58,6 +58,7 @@ class PowerSGDCodec(Codec):
 
     name = "powersgd"
     rounds = 2
+    kind = Kind.SUM
 
     def check_level(self, level: Level) -> Level:
         return check_rank(level)
@@ -68,36 +69,18 @@ class PowerSGDCodec(Codec):
     def wire_bytes(self, layer: Layer, level: Level, size: int) -> int:
         return rank_of(layer, level) * sum(layer.matrix) * layer.work_dtype.itemsize
 
-    def network_bytes(self, layer: Layer, level: Level, size: int) -> int:
-        row = rank_of(layer, level) * layer.work_dtype.itemsize
-        return sum(network_bytes(Kind.SUM, row * length, size) for length in layer.matrix)
-
-    def encode(
-        self,
-        layer: Layer,
-        state: LayerState,
-        vector: torch.Tensor,
-        level: Level,
-        context: StepContext,
-    ) -> Payload:
-        rank, (n, m) = rank_of(layer, level), layer.matrix
-        start = resized(state.slots.get(_SLOT), layer, context, rank, m, vector)
+    def encode(self, work: Work, vector: torch.Tensor) -> Payload:
+        rank, (n, m) = rank_of(work.layer, work.level), work.layer.matrix
+        start = resized(work.state.slots.get(_SLOT), work, rank, m, vector)
         if start is None:
-            start = drawn(layer, context, "start", rank, m, vector)
-        sent = context.buffers.get("powersgd.p", rank * n, layer.work_dtype, vector.device)
+            start = drawn(work, "start", rank, m, vector)
+        sent = work.buffers.get("powersgd.p", rank * n, work.layer.work_dtype, vector.device)
         kernels.project_rows(start, vector.view(n, m), sent.view(rank, n))
         return Payload(Kind.SUM, sent, finite=kernels.all_finite(vector))
 
-    def encode_absent(
-        self,
-        layer: Layer,
-        state: LayerState,
-        level: Level,
-        context: StepContext,
-        like: torch.Tensor,
-    ) -> Payload:
-        count = rank_of(layer, level) * layer.matrix[0]
-        sent = context.buffers.get("powersgd.p", count, layer.work_dtype, like.device)
+    def encode_absent(self, work: Work, like: torch.Tensor) -> Payload:
+        count = rank_of(work.layer, work.level) * work.layer.matrix[0]
+        sent = work.buffers.get("powersgd.p", count, work.layer.work_dtype, like.device)
         return Payload(Kind.SUM, sent.zero_())
 
     def next_round(self, turn: Turn) -> Payload:
@@ -109,7 +92,9 @@ class PowerSGDCodec(Codec):
         alike: dict[tuple[object, ...], list[int]] = {}
         sums = []
         for i, turn in enumerate(turns):
-            summed = factor(turn.reduced, rank_of(turn.layer, turn.level), turn.layer.matrix[0])
+            summed = factor(
+                turn.reduced, rank_of(turn.work.layer, turn.work.level), turn.work.layer.matrix[0]
+            )
             sums.append(summed)
             alike.setdefault((summed.shape, summed.dtype, summed.device), []).append(i)
         payloads: dict[int, Payload] = {}
@@ -120,54 +105,30 @@ class PowerSGDCodec(Codec):
         return [payloads[i] for i in range(len(turns))]
 
     def _second(self, turn: Turn, basis: torch.Tensor) -> Payload:
-        (n, m), rank = turn.layer.matrix, basis.shape[0]
-        buffers = turn.context.buffers
+        (n, m), rank = turn.work.layer.matrix, basis.shape[0]
+        buffers = turn.work.buffers
         sent = buffers.get("powersgd.q", rank * m, basis.dtype, basis.device)
         kernels.project_columns(basis, turn.vector().view(n, m), sent.view(rank, m))
         return Payload(Kind.SUM, sent, own=basis)
 
-    def decode(
-        self,
-        layer: Layer,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        reduced: Reduced,
-        out: torch.Tensor,
-    ) -> None:
-        n, m = layer.matrix
-        mean = factor(reduced, rank_of(layer, level), m) / reduced.world_size
+    def decode(self, work: Work, sent: Payload, reduced: Reduced, out: torch.Tensor) -> None:
+        n, m = work.layer.matrix
+        mean = factor(reduced, rank_of(work.layer, work.level), m) / reduced.world_size
         kernels.low_rank(sent.own, mean, out.view(n, m))
 
-    def add_own(
-        self,
-        layer: Layer,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        vector: torch.Tensor,
-        alpha: float,
-    ) -> None:
-        n, m = layer.matrix
-        local = sent.buffer.view(rank_of(layer, level), m)
+    def add_own(self, work: Work, sent: Payload, vector: torch.Tensor, alpha: float) -> None:
+        n, m = work.layer.matrix
+        local = sent.buffer.view(rank_of(work.layer, work.level), m)
         kernels.add_low_rank(vector.view(n, m), sent.own, local, alpha)
 
-    def commit(
-        self,
-        layer: Layer,
-        state: LayerState,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        reduced: Reduced,
-    ) -> None:
-        rank, m = rank_of(layer, level), layer.matrix[1]
+    def commit(self, work: Work, sent: Payload, reduced: Reduced) -> None:
+        rank, m = rank_of(work.layer, work.level), work.layer.matrix[1]
         found = scaled_rows(factor(reduced, rank, m))
         if found is None:
             return  # no gradient anywhere: the directions that were found stay
         start, alive = found
         if not bool(alive.all()):
             # A direction without a gradient would stay zero for ever: look elsewhere.
-            fresh = drawn(layer, context, f"again/{context.step}", rank, m, start)
+            fresh = drawn(work, f"again/{work.step}", rank, m, start)
             start = torch.where(alive.unsqueeze(1), start, fresh)
-        state.slots[_SLOT] = start
+        work.state.slots[_SLOT] = start

@@ -15,7 +15,7 @@ from ..config import check_count
 from ..errors import ConfigError
 from ..layers import Layer
 from ..registry import register_codec
-from .base import Level, StepContext
+from .base import Level, Work
 from .quant_wire import GatheredQuantiser, check_bits, random_key, rounding_error
 
 
@@ -104,19 +104,13 @@ class QSGDCodec(GatheredQuantiser):
         return scales * layer.work_dtype.itemsize, kernels.packed_bytes(layer.numel, int(level))
 
     def write(
-        self,
-        layer: Layer,
-        vector: torch.Tensor,
-        level: Level,
-        context: StepContext,
-        header: torch.Tensor,
-        codes: torch.Tensor,
+        self, work: Work, vector: torch.Tensor, header: torch.Tensor, codes: torch.Tensor
     ) -> torch.Tensor:
-        assert level is not None
+        assert work.level is not None
         scales = kernels.bucket_scales(vector, self.bucket, self.norm)
-        header.view(layer.work_dtype).copy_(scales)
-        key = None if self._nearest else random_key(layer, context)
-        kernels.quantise_pack(vector, scales, self.bucket, int(level), key, codes)
+        header.view(work.layer.work_dtype).copy_(scales)
+        key = None if self._nearest else random_key(work)
+        kernels.quantise_pack(vector, scales, self.bucket, int(work.level), key, codes)
         return scales.isfinite().all()
 
     def add(

@@ -9,17 +9,17 @@ import torch
 
 from ..config import check_count
 from ..errors import ConfigError
-from ..layers import Layer, LayerState
-from ..payload import Kind, Payload, Reduced, network_bytes
-from .base import Codec, Level, StepContext
+from ..layers import Layer
+from ..payload import Kind, Payload, Reduced
+from .base import Codec, Level, Work
 
 _ALIGN = 8
 
 
-def random_key(layer: Layer, context: StepContext) -> tuple[int, int]:
+def random_key(work: Work) -> tuple[int, int]:
     """Two 64-bit words that name this rank's own random stream for a layer and step."""
     words = hashlib.blake2b(
-        f"{context.seed}/{layer.name}/{context.step}/{context.rank}".encode(), digest_size=16
+        f"{work.seed}/{work.layer.name}/{work.step}/{work.rank}".encode(), digest_size=16
     ).digest()
     return int.from_bytes(words[:8], "little"), int.from_bytes(words[8:], "little")
 
@@ -49,13 +49,7 @@ class GatheredQuantiser(Codec):
 
     @abstractmethod
     def write(
-        self,
-        layer: Layer,
-        vector: torch.Tensor,
-        level: Level,
-        context: StepContext,
-        header: torch.Tensor,
-        codes: torch.Tensor,
+        self, work: Work, vector: torch.Tensor, header: torch.Tensor, codes: torch.Tensor
     ) -> torch.Tensor:
         """Fill in the uint8 ``header`` and ``codes``; 0-dim bool, whether ``vector`` is finite."""
 
@@ -74,57 +68,24 @@ class GatheredQuantiser(Codec):
     def wire_bytes(self, layer: Layer, level: Level, size: int) -> int:
         return -(-sum(self.sections(layer, level)) // _ALIGN) * _ALIGN
 
-    def network_bytes(self, layer: Layer, level: Level, size: int) -> int:
-        return network_bytes(Kind.GATHER, self.wire_bytes(layer, level, size), size)
-
-    def encode(
-        self,
-        layer: Layer,
-        state: LayerState,
-        vector: torch.Tensor,
-        level: Level,
-        context: StepContext,
-    ) -> Payload:
-        nbytes = self.wire_bytes(layer, level, context.size)
-        buffer = context.buffers.get("send", nbytes, torch.uint8, vector.device)
-        header, codes = self._split(layer, level, buffer)
-        finite = self.write(layer, vector, level, context, header, codes)
+    def encode(self, work: Work, vector: torch.Tensor) -> Payload:
+        nbytes = self.wire_bytes(work.layer, work.level, work.size)
+        buffer = work.buffers.get("send", nbytes, torch.uint8, vector.device)
+        header, codes = self._split(work.layer, work.level, buffer)
+        finite = self.write(work, vector, header, codes)
         buffer[header.numel() + codes.numel() :].zero_()
         return Payload(Kind.GATHER, buffer, finite=finite)
 
-    def encode_absent(
-        self,
-        layer: Layer,
-        state: LayerState,
-        level: Level,
-        context: StepContext,
-        like: torch.Tensor,
-    ) -> Payload:
+    def encode_absent(self, work: Work, like: torch.Tensor) -> Payload:
         return Payload(Kind.GATHER, torch.empty(0, dtype=torch.uint8, device=like.device))
 
-    def decode(
-        self,
-        layer: Layer,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        reduced: Reduced,
-        out: torch.Tensor,
-    ) -> None:
+    def decode(self, work: Work, sent: Payload, reduced: Reduced, out: torch.Tensor) -> None:
         out.zero_()
-        self._add_all(layer, level, reduced, 1.0, out)
+        self._add_all(work.layer, work.level, reduced, 1.0, out)
         out.div_(reduced.world_size)
 
-    def add_own(
-        self,
-        layer: Layer,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        vector: torch.Tensor,
-        alpha: float,
-    ) -> None:
-        self._add_all(layer, level, Reduced(sent.kind, sent.buffer, 1), alpha, vector)
+    def add_own(self, work: Work, sent: Payload, vector: torch.Tensor, alpha: float) -> None:
+        self._add_all(work.layer, work.level, Reduced(sent.kind, sent.buffer, 1), alpha, vector)
 
     def _add_all(
         self, layer: Layer, level: Level, reduced: Reduced, alpha: float, out: torch.Tensor

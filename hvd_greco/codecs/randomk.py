@@ -14,10 +14,10 @@ import torch
 
 from .. import kernels
 from ..config import check_density
-from ..layers import Layer, LayerState
-from ..payload import Kind, Payload, Reduced, network_bytes
+from ..layers import Layer
+from ..payload import Kind, Payload, Reduced
 from ..registry import register_codec
-from .base import Codec, Level, StepContext
+from .base import Codec, Level, Work
 from .topk import kept
 
 
@@ -39,7 +39,7 @@ class RandomKCodec(Codec):
     """
 
     name = "randomk"
-    private = False
+    kind = Kind.CARRIED
 
     def __init__(self) -> None:
         self._rescale = False
@@ -64,75 +64,38 @@ class RandomKCodec(Codec):
         assert level is not None
         return kept(layer.numel, level) * layer.work_dtype.itemsize
 
-    def network_bytes(self, layer: Layer, level: Level, size: int) -> int:
-        return network_bytes(Kind.CARRIED, self.wire_bytes(layer, level, size), size)
-
-    def encode(
-        self,
-        layer: Layer,
-        state: LayerState,
-        vector: torch.Tensor,
-        level: Level,
-        context: StepContext,
-    ) -> Payload:
-        indices = self._positions(layer, level, context, vector.device)
+    def encode(self, work: Work, vector: torch.Tensor) -> Payload:
+        indices = self._positions(work, vector.device)
         values = vector[indices]
         if self._rescale:
-            values *= layer.numel / indices.numel()
+            values *= work.layer.numel / indices.numel()
         # Whether the vector is finite is left to the compressor: most entries are not sent.
         return Payload(Kind.CARRIED, values, own=indices)
 
-    def encode_absent(
-        self,
-        layer: Layer,
-        state: LayerState,
-        level: Level,
-        context: StepContext,
-        like: torch.Tensor,
-    ) -> Payload:
-        indices = self._positions(layer, level, context, like.device)
-        values = torch.zeros(indices.numel(), dtype=layer.work_dtype, device=like.device)
+    def encode_absent(self, work: Work, like: torch.Tensor) -> Payload:
+        indices = self._positions(work, like.device)
+        values = torch.zeros(indices.numel(), dtype=work.layer.work_dtype, device=like.device)
         return Payload(Kind.CARRIED, values, own=indices)
 
-    def decode(
-        self,
-        layer: Layer,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        reduced: Reduced,
-        out: torch.Tensor,
-    ) -> None:
+    def decode(self, work: Work, sent: Payload, reduced: Reduced, out: torch.Tensor) -> None:
         out.zero_()
         out[sent.own] = reduced.buffer
 
-    def add_own(
-        self,
-        layer: Layer,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        vector: torch.Tensor,
-        alpha: float,
-    ) -> None:
+    def add_own(self, work: Work, sent: Payload, vector: torch.Tensor, alpha: float) -> None:
         vector[sent.own] += alpha * sent.buffer
 
     def clear_own(self, sent: Payload, vector: torch.Tensor) -> None:
         vector[sent.own] = 0
 
-    def _positions(
-        self, layer: Layer, level: Level, context: StepContext, device: torch.device
-    ) -> torch.Tensor:
-        assert level is not None
-        return shared_positions(layer, kept(layer.numel, level), context, device)
+    def _positions(self, work: Work, device: torch.device) -> torch.Tensor:
+        assert work.level is not None
+        return shared_positions(work, kept(work.layer.numel, work.level), device)
 
 
-def shared_positions(
-    layer: Layer, k: int, context: StepContext, device: torch.device
-) -> torch.Tensor:
+def shared_positions(work: Work, k: int, device: torch.device) -> torch.Tensor:
     """``k`` positions drawn from (seed, layer, step): the same on all ranks."""
     words = hashlib.blake2b(
-        f"{context.seed}/{layer.name}/{context.step}".encode(), digest_size=16
+        f"{work.seed}/{work.layer.name}/{work.step}".encode(), digest_size=16
     ).digest()
     key = (int.from_bytes(words[:8], "little"), int.from_bytes(words[8:], "little"))
-    return kernels.shared_indices(key, layer.numel, k, device)
+    return kernels.shared_indices(key, work.layer.numel, k, device)

@@ -6,13 +6,15 @@ The second coding's error is kept where it arises, as by the server of DoubleSqu
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ..errors import ConfigError, WireError
 from ..layers import Layer, LayerState
 from ..payload import Kind, Payload, Reduced, network_bytes
-from .base import Codec, Level, StepContext, Turn
-from .wrapping import WrapperCodec, has_fixed_size, inner_context, kind_of
+from .base import Codec, Level, Turn, Work
+from .wrapping import WrapperCodec, has_fixed_size, inner_work, kind_of
 
 _MEMORIES = ("ef", "none")
 
@@ -41,6 +43,7 @@ class ScatterReduceCodec(WrapperCodec):
     """
 
     rounds = 2
+    kind = Kind.SCATTER
 
     def __init__(self, inner: Codec) -> None:
         super().__init__(inner, "scatter")
@@ -65,7 +68,7 @@ class ScatterReduceCodec(WrapperCodec):
     def check_level(self, level: Level) -> Level:
         level = super().check_level(level)
         if level not in self._checked:
-            kind = kind_of(self.inner, level)
+            kind = kind_of(self.inner)
             if kind is not Kind.GATHER:
                 raise ConfigError(
                     f"exchange: 'scatter' re-routes payloads that are gathered, but those of "
@@ -92,153 +95,89 @@ class ScatterReduceCodec(WrapperCodec):
         scatter = network_bytes(Kind.SCATTER, size * piece, size)
         return scatter + network_bytes(Kind.GATHER, piece, size)
 
-    def encode(
-        self,
-        layer: Layer,
-        state: LayerState,
-        vector: torch.Tensor,
-        level: Level,
-        context: StepContext,
-    ) -> Payload:
-        size = context.size
-        nbytes = self._piece_bytes(layer, level, size)
-        send = context.buffers.get("scatter", size * nbytes, torch.uint8, vector.device)
+    def encode(self, work: Work, vector: torch.Tensor) -> Payload:
+        size = work.size
+        nbytes = self._piece_bytes(work.layer, work.level, size)
+        send = work.buffers.get("scatter", size * nbytes, torch.uint8, vector.device)
         finite: torch.Tensor | None = torch.ones((), dtype=torch.bool, device=vector.device)
         for owner in range(size):
-            piece = self.inner.encode(
-                _shard_layer(layer, size, str(owner)),
-                LayerState(),
-                _shard(vector, owner, size),
-                level,
-                inner_context(context, f"scatter/{owner}"),
+            shard = _shard_work(work, str(owner), f"scatter/{owner}")
+            piece = self.inner.encode(shard, _shard(vector, owner, size))
+            send[owner * nbytes : (owner + 1) * nbytes].copy_(
+                _checked(piece.buffer, nbytes, work.layer)
             )
-            send[owner * nbytes : (owner + 1) * nbytes].copy_(_checked(piece.buffer, nbytes, layer))
             if finite is not None:
                 finite = None if piece.finite is None else finite & piece.finite
         return Payload(Kind.SCATTER, send, splits=(nbytes,) * size, own=send, finite=finite)
 
-    def encode_absent(
-        self,
-        layer: Layer,
-        state: LayerState,
-        level: Level,
-        context: StepContext,
-        like: torch.Tensor,
-    ) -> Payload:
+    def encode_absent(self, work: Work, like: torch.Tensor) -> Payload:
         nothing = torch.empty(0, dtype=torch.uint8, device=like.device)
-        return Payload(Kind.SCATTER, nothing, splits=(0,) * context.size)
+        return Payload(Kind.SCATTER, nothing, splits=(0,) * work.size)
 
     def next_round(self, turn: Turn) -> Payload:
-        layer, level, context = turn.layer, turn.level, turn.context
-        size, rank = context.size, context.rank
+        work, layer = turn.work, turn.work.layer
+        size, rank = work.size, work.rank
         length = _length(layer, size)
-        mean = context.buffers.get("mean", length, layer.work_dtype, turn.reduced.buffer.device)
+        mean = work.buffers.get("mean", length, layer.work_dtype, turn.reduced.buffer.device)
         # What came back looks like what an allgather of the shard's payloads would have given.
         pieces = Reduced(Kind.GATHER, turn.reduced.buffer, size)
-        self._decode(layer, str(rank), level, context, f"scatter/{rank}", pieces, mean)
-        sent = self.inner.encode(
-            _shard_layer(layer, size, f"mean {rank}"),
-            LayerState(),
-            mean.clone(),  # a codec may overwrite what it is given, and commit needs the mean
-            level,
-            inner_context(context, f"mean/{rank}"),
-        )
-        nbytes = self._piece_bytes(layer, level, size)
+        self._decode(work, str(rank), f"scatter/{rank}", pieces, mean)
+        # A codec may overwrite what it is given, and commit needs the mean.
+        shard = _shard_work(work, f"mean {rank}", f"mean/{rank}")
+        sent = self.inner.encode(shard, mean.clone())
+        nbytes = self._piece_bytes(layer, work.level, size)
         return Payload(Kind.GATHER, _checked(sent.buffer, nbytes, layer), own=turn.sent.own)
 
-    def decode(
-        self,
-        layer: Layer,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        reduced: Reduced,
-        out: torch.Tensor,
-    ) -> None:
-        means = reduced.parts(self._piece_bytes(layer, level, context.size))
-        if len(means) != context.size:
-            raise WireError(f"{len(means)} of {context.size} shards of {layer.name!r} came back")
-        self._join(layer, "mean ", level, context, means, out)
+    def decode(self, work: Work, sent: Payload, reduced: Reduced, out: torch.Tensor) -> None:
+        means = reduced.parts(self._piece_bytes(work.layer, work.level, work.size))
+        if len(means) != work.size:
+            raise WireError(f"{len(means)} of {work.size} shards of {work.layer.name!r} came back")
+        self._join(work, "mean ", means, out)
 
-    def add_own(
-        self,
-        layer: Layer,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        vector: torch.Tensor,
-        alpha: float,
-    ) -> None:
+    def add_own(self, work: Work, sent: Payload, vector: torch.Tensor, alpha: float) -> None:
         if sent.own is None:
             return
-        pieces = list(sent.own.split(self._piece_bytes(layer, level, context.size)))
+        pieces = list(sent.own.split(self._piece_bytes(work.layer, work.level, work.size)))
         own = torch.empty_like(vector)
-        self._join(layer, "", level, context, pieces, own)
+        self._join(work, "", pieces, own)
         vector.add_(own, alpha=alpha)
 
-    def commit(
-        self,
-        layer: Layer,
-        state: LayerState,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        reduced: Reduced,
-    ) -> None:
+    def commit(self, work: Work, sent: Payload, reduced: Reduced) -> None:
         if not self._feedback:
             return
-        size, rank = context.size, context.rank
-        mean = context.buffers.get(
-            "mean", _length(layer, size), layer.work_dtype, sent.buffer.device
+        size, rank = work.size, work.rank
+        mean = work.buffers.get(
+            "mean", _length(work.layer, size), work.layer.work_dtype, sent.buffer.device
         )
         own = Reduced(Kind.GATHER, sent.buffer, 1)
         decoded = torch.empty_like(mean)
-        self._decode(layer, f"mean {rank}", level, context, f"mean/{rank}", own, decoded)
+        self._decode(work, f"mean {rank}", f"mean/{rank}", own, decoded)
         error = torch.sub(mean, decoded).mul_(size)
         # All gradients were finite, but their sum may have overflowed: that is lost, not kept.
         error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        if state.residual is None:
-            state.residual = torch.zeros(layer.numel, dtype=layer.work_dtype, device=error.device)
-        mine = state.residual[rank * mean.numel() : (rank + 1) * mean.numel()]
+        if work.state.residual is None:
+            work.state.residual = torch.zeros(
+                work.layer.numel, dtype=work.layer.work_dtype, device=error.device
+            )
+        mine = work.state.residual[rank * mean.numel() : (rank + 1) * mean.numel()]
         mine.add_(error[: mine.numel()])
 
     def _decode(
-        self,
-        layer: Layer,
-        shard: str,
-        level: Level,
-        context: StepContext,
-        label: str,
-        reduced: Reduced,
-        out: torch.Tensor,
+        self, work: Work, shard: str, label: str, reduced: Reduced, out: torch.Tensor
     ) -> None:
         """One shard's mean over the payloads in ``reduced``."""
-        self.inner.decode(
-            _shard_layer(layer, context.size, shard),
-            level,
-            inner_context(context, label),
-            Payload(Kind.GATHER, reduced.buffer),
-            reduced,
-            out,
-        )
+        sent = Payload(Kind.GATHER, reduced.buffer)
+        self.inner.decode(_shard_work(work, shard, label), sent, reduced, out)
 
-    def _join(
-        self,
-        layer: Layer,
-        stage: str,
-        level: Level,
-        context: StepContext,
-        parts: list[torch.Tensor],
-        out: torch.Tensor,
-    ) -> None:
+    def _join(self, work: Work, stage: str, parts: list[torch.Tensor], out: torch.Tensor) -> None:
         """Decode one payload for each shard into ``out``."""
-        length = _length(layer, context.size)
+        length = _length(work.layer, work.size)
         for owner, part in enumerate(parts):
             reduced = Reduced(Kind.GATHER, part, 1)
             label = f"{'mean' if stage else 'scatter'}/{owner}"
             target = out[owner * length : (owner + 1) * length]
             whole = target if target.numel() == length else out.new_empty(length)
-            self._decode(layer, f"{stage}{owner}", level, context, label, reduced, whole)
+            self._decode(work, f"{stage}{owner}", label, reduced, whole)
             if whole is not target:
                 target.copy_(whole[: target.numel()])
 
@@ -251,6 +190,12 @@ def _length(layer: Layer, size: int) -> int:
 def _shard_layer(layer: Layer, size: int, label: str) -> Layer:
     """A shard as the inner codec sees it."""
     return Layer(layer.index, f"{layer.name}/{label}", (_length(layer, size),), layer.dtype)
+
+
+def _shard_work(work: Work, shard: str, label: str) -> Work:
+    """The work on one shard, in which the inner codec finds no state."""
+    layer = _shard_layer(work.layer, work.size, shard)
+    return replace(inner_work(work, label), layer=layer, state=LayerState())
 
 
 def _shard(vector: torch.Tensor, owner: int, size: int) -> torch.Tensor:

@@ -10,10 +10,10 @@ import torch
 from .. import kernels
 from ..config import check_density
 from ..errors import WireError
-from ..layers import Layer, LayerState
+from ..layers import Layer
 from ..payload import Kind, Payload, Reduced, network_bytes
 from ..registry import register_codec
-from .base import Codec, Level, StepContext, Turn
+from .base import Codec, Level, Turn, Work
 from .randomk import shared_positions
 from .sparse_wire import SparseLayout, sparse_layout
 from .topk import kept
@@ -66,57 +66,35 @@ class SharedTopKCodec(Codec):
         positions = _index_bytes(layout) if size > 1 else 0
         return positions + network_bytes(Kind.SUM, layout.value_bytes, size)
 
-    def encode(
-        self,
-        layer: Layer,
-        state: LayerState,
-        vector: torch.Tensor,
-        level: Level,
-        context: StepContext,
-    ) -> Payload:
-        layout = _layout(layer, level)
-        if not _leads(context):
+    def encode(self, work: Work, vector: torch.Tensor) -> Payload:
+        layout = _layout(work.layer, work.level)
+        if not _leads(work):
             return _nothing(vector.device)
-        return _positions(layout, kernels.select_topk(vector, layout.k), context)
+        return _positions(layout, kernels.select_topk(vector, layout.k), work)
 
-    def encode_absent(
-        self,
-        layer: Layer,
-        state: LayerState,
-        level: Level,
-        context: StepContext,
-        like: torch.Tensor,
-    ) -> Payload:
-        layout = _layout(layer, level)
-        if not _leads(context):
+    def encode_absent(self, work: Work, like: torch.Tensor) -> Payload:
+        layout = _layout(work.layer, work.level)
+        if not _leads(work):
             return _nothing(like.device)
-        return _positions(layout, shared_positions(layer, layout.k, context, like.device), context)
+        return _positions(layout, shared_positions(work, layout.k, like.device), work)
 
     def next_round(self, turn: Turn) -> Payload:
-        layout = _layout(turn.layer, turn.level)
+        layout = _layout(turn.work.layer, turn.work.level)
         parts = turn.reduced.parts(_index_bytes(layout))
         if len(parts) != 1:
             raise WireError(
-                f"layer {turn.layer.name!r}: positions came from {len(parts)} ranks, one leads"
+                f"layer {turn.work.layer.name!r}: positions came from {len(parts)} ranks, one leads"
             )
         indices = layout.unpack_positions(parts[0][: layout.index_bytes])
         vector = turn.vector()
-        values = turn.context.buffers.get("values", layout.k, layout.dtype, vector.device)
+        values = turn.work.buffers.get("values", layout.k, layout.dtype, vector.device)
         if indices is None:
             values.copy_(vector)
         else:
             torch.index_select(vector, 0, indices, out=values)
         return Payload(Kind.SUM, values, own=indices)
 
-    def decode(
-        self,
-        layer: Layer,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        reduced: Reduced,
-        out: torch.Tensor,
-    ) -> None:
+    def decode(self, work: Work, sent: Payload, reduced: Reduced, out: torch.Tensor) -> None:
         if sent.own is None:
             out.copy_(reduced.buffer)
         else:
@@ -124,15 +102,7 @@ class SharedTopKCodec(Codec):
             out[sent.own] = reduced.buffer
         out.div_(reduced.world_size)
 
-    def add_own(
-        self,
-        layer: Layer,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        vector: torch.Tensor,
-        alpha: float,
-    ) -> None:
+    def add_own(self, work: Work, sent: Payload, vector: torch.Tensor, alpha: float) -> None:
         if sent.own is None:
             vector.add_(sent.buffer, alpha=alpha)
         else:
@@ -152,17 +122,17 @@ def _index_bytes(layout: SparseLayout) -> int:
     return max(4, layout.index_bytes)
 
 
-def _leads(context: StepContext) -> bool:
-    return context.step % context.size == context.rank
+def _leads(work: Work) -> bool:
+    return work.step % work.size == work.rank
 
 
 def _nothing(device: torch.device) -> Payload:
     return Payload(Kind.GATHER, torch.empty(0, dtype=torch.uint8, device=device))
 
 
-def _positions(layout: SparseLayout, indices: torch.Tensor, context: StepContext) -> Payload:
+def _positions(layout: SparseLayout, indices: torch.Tensor, work: Work) -> Payload:
     nbytes = _index_bytes(layout)
-    buffer = context.buffers.get("positions", nbytes, torch.uint8, indices.device)
+    buffer = work.buffers.get("positions", nbytes, torch.uint8, indices.device)
     layout.pack_positions(indices, buffer[: layout.index_bytes])
     buffer[layout.index_bytes :].zero_()
     return Payload(Kind.GATHER, buffer)

@@ -10,7 +10,7 @@ import torch
 from .. import kernels
 from ..layers import Layer
 from ..registry import register_codec
-from .base import Level, StepContext
+from .base import Level, Work
 from .quant_wire import GatheredQuantiser
 
 
@@ -47,16 +47,10 @@ class SignCodec(GatheredQuantiser):
         return float(x.square().sum() - x.abs().sum() ** 2 / x.numel())
 
     def write(
-        self,
-        layer: Layer,
-        vector: torch.Tensor,
-        level: Level,
-        context: StepContext,
-        header: torch.Tensor,
-        codes: torch.Tensor,
+        self, work: Work, vector: torch.Tensor, header: torch.Tensor, codes: torch.Tensor
     ) -> torch.Tensor:
         scale = kernels.mean_magnitude(vector)
-        header.view(layer.work_dtype).copy_(scale)
+        header.view(work.layer.work_dtype).copy_(scale)
         kernels.sign_pack(vector, codes)
         return scale.isfinite()
 

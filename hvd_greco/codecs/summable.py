@@ -9,10 +9,10 @@ import torch
 
 from .. import kernels
 from ..errors import WireError
-from ..layers import Layer, LayerState
+from ..layers import Layer
 from ..payload import Kind, Payload, Reduced, network_bytes
 from ..registry import register_codec
-from .base import Codec, Level, StepContext, Turn
+from .base import Codec, Level, Turn, Work
 from .qsgd import levels_of
 from .quant_wire import check_bits, random_key, rounding_error
 
@@ -98,32 +98,18 @@ class SummableQuantCodec(Codec):
         assert level is not None
         return kernels.lane_words(layer.numel, lane_width(int(level), size))
 
-    def encode(
-        self,
-        layer: Layer,
-        state: LayerState,
-        vector: torch.Tensor,
-        level: Level,
-        context: StepContext,
-    ) -> Payload:
-        peak = kernels.bucket_scales(vector, layer.numel, "max")
+    def encode(self, work: Work, vector: torch.Tensor) -> Payload:
+        peak = kernels.bucket_scales(vector, work.layer.numel, "max")
         return Payload(Kind.GATHER, peak.view(torch.uint8), own=True, finite=peak[0].isfinite())
 
-    def encode_absent(
-        self,
-        layer: Layer,
-        state: LayerState,
-        level: Level,
-        context: StepContext,
-        like: torch.Tensor,
-    ) -> Payload:
-        peak = torch.zeros(1, dtype=layer.work_dtype, device=like.device)
+    def encode_absent(self, work: Work, like: torch.Tensor) -> Payload:
+        peak = torch.zeros(1, dtype=work.layer.work_dtype, device=like.device)
         return Payload(Kind.GATHER, peak.view(torch.uint8), own=False)
 
     def next_round(self, turn: Turn) -> Payload:
-        layer, context = turn.layer, turn.context
-        assert turn.level is not None
-        bits, received = int(turn.level), turn.reduced.buffer
+        layer, context = turn.work.layer, turn.work
+        assert turn.work.level is not None
+        bits, received = int(turn.work.level), turn.reduced.buffer
         if received.numel() != turn.reduced.world_size * layer.work_dtype.itemsize:
             raise WireError(
                 f"layer {layer.name!r}: gathered {received.numel()} bytes of maxima from "
@@ -132,50 +118,33 @@ class SummableQuantCodec(Codec):
         # NaN wins over everything, so a step that some rank must reject is NaN for all.
         scale = received.view(layer.work_dtype).amax()
         words = context.buffers.get(
-            "words", self._words(layer, turn.level, context.size), torch.int32, received.device
+            "words", self._words(layer, turn.work.level, context.size), torch.int32, received.device
         )
         if turn.sent.own:
-            key = None if self._nearest else random_key(layer, context)
+            key = None if self._nearest else random_key(context)
             width = lane_width(bits, context.size)
             kernels.quantise_lanes(turn.vector(), scale, bits, width, key, words)
         else:
             words.zero_()  # zero in every lane
         return Payload(Kind.SUM, words, own=scale)
 
-    def decode(
-        self,
-        layer: Layer,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        reduced: Reduced,
-        out: torch.Tensor,
-    ) -> None:
+    def decode(self, work: Work, sent: Payload, reduced: Reduced, out: torch.Tensor) -> None:
         out.zero_()
         ranks = reduced.world_size
-        self._add(level, context, sent, reduced.buffer, ranks, 1.0 / ranks, out)
+        self._add(work, sent, reduced.buffer, ranks, 1.0 / ranks, out)
 
-    def add_own(
-        self,
-        layer: Layer,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        vector: torch.Tensor,
-        alpha: float,
-    ) -> None:
-        self._add(level, context, sent, sent.buffer, 1, alpha, vector)
+    def add_own(self, work: Work, sent: Payload, vector: torch.Tensor, alpha: float) -> None:
+        self._add(work, sent, sent.buffer, 1, alpha, vector)
 
     def _add(
         self,
-        level: Level,
-        context: StepContext,
+        work: Work,
         sent: Payload,
         words: torch.Tensor,
         ranks: int,
         alpha: float,
         out: torch.Tensor,
     ) -> None:
-        assert level is not None
-        width = lane_width(int(level), context.size)
-        kernels.lanes_add(words, sent.own, int(level), width, ranks, alpha, out)
+        assert work.level is not None
+        width = lane_width(int(work.level), work.size)
+        kernels.lanes_add(words, sent.own, int(work.level), width, ranks, alpha, out)

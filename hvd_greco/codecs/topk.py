@@ -14,10 +14,10 @@ import torch
 from .. import kernels
 from ..config import check_density
 from ..errors import ConfigError
-from ..layers import Layer, LayerState
-from ..payload import Kind, Payload, Reduced, network_bytes
+from ..layers import Layer
+from ..payload import Kind, Payload, Reduced
 from ..registry import register_codec
-from .base import Codec, Level, StepContext
+from .base import Codec, Level, Work
 from .sparse_wire import (
     HEADER,
     VALUES,
@@ -105,24 +105,16 @@ class TopKCodec(Codec):
         layout = self._layout(layer, level)
         return layout.nbytes + (HEADER if self._counted(layout) else 0)
 
-    def network_bytes(self, layer: Layer, level: Level, size: int) -> int:
-        return network_bytes(Kind.GATHER, self.wire_bytes(layer, level, size), size)
-
-    def encode(
-        self,
-        layer: Layer,
-        state: LayerState,
-        vector: torch.Tensor,
-        level: Level,
-        context: StepContext,
-    ) -> Payload:
-        layout = self._layout(layer, level)
-        room = self.wire_bytes(layer, level, context.size)
-        buffer = context.buffers.get("send", room, torch.uint8, vector.device)
+    def encode(self, work: Work, vector: torch.Tensor) -> Payload:
+        layout = self._layout(work.layer, work.level)
+        room = self.wire_bytes(work.layer, work.level, work.size)
+        buffer = work.buffers.get("send", room, torch.uint8, vector.device)
         if self._counted(layout):
             indices = kernels.select_sampled(vector, layout.k)
             values = vector[indices]
-            layout = sparse_layout(layer.numel, indices.numel(), layer.work_dtype, self.values)
+            layout = sparse_layout(
+                work.layer.numel, indices.numel(), work.layer.work_dtype, self.values
+            )
             buffer = buffer[: HEADER + layout.nbytes]
             sent = pack_counted(layout, values, indices, buffer)
         else:
@@ -133,28 +125,13 @@ class TopKCodec(Codec):
         finite = values.isfinite().all()
         return Payload(Kind.GATHER, buffer, own=(indices, sent), finite=finite)
 
-    def encode_absent(
-        self,
-        layer: Layer,
-        state: LayerState,
-        level: Level,
-        context: StepContext,
-        like: torch.Tensor,
-    ) -> Payload:
+    def encode_absent(self, work: Work, like: torch.Tensor) -> Payload:
         return Payload(Kind.GATHER, torch.empty(0, dtype=torch.uint8, device=like.device))
 
-    def decode(
-        self,
-        layer: Layer,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        reduced: Reduced,
-        out: torch.Tensor,
-    ) -> None:
+    def decode(self, work: Work, sent: Payload, reduced: Reduced, out: torch.Tensor) -> None:
         out.zero_()
         # In rank order on every rank: the sums are bitwise the same everywhere.
-        for values, indices in self._received(self._layout(layer, level), reduced):
+        for values, indices in self._received(self._layout(work.layer, work.level), reduced):
             if indices is None:
                 out.add_(values)
             else:
@@ -176,15 +153,7 @@ class TopKCodec(Codec):
         for part in reduced.parts_of(lambda buffer: HEADER + announced(buffer).nbytes):
             yield announced(part).unpack(part[HEADER:])
 
-    def add_own(
-        self,
-        layer: Layer,
-        level: Level,
-        context: StepContext,
-        sent: Payload,
-        vector: torch.Tensor,
-        alpha: float,
-    ) -> None:
+    def add_own(self, work: Work, sent: Payload, vector: torch.Tensor, alpha: float) -> None:
         if sent.own is not None:
             indices, values = sent.own
             vector[indices] += alpha * values

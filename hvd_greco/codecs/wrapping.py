@@ -11,14 +11,14 @@ from ..buffers import Buffers
 from ..errors import ConfigError
 from ..layers import Layer, LayerState
 from ..payload import Kind
-from .base import Codec, Level, StepContext
+from .base import Codec, Level, Work
 
 #: Large enough for every codec to take part, small enough to cost nothing.
 _PROBE = Layer(0, "probe", (64, 64), torch.float32)
 
 
-def kind_of(codec: Codec, level: Level) -> Kind:
-    """How the payloads of a codec of one round travel, found by asking for an empty one.
+def kind_of(codec: Codec) -> Kind:
+    """How the payloads of a codec of one round travel.
 
     Raises:
         ConfigError: it has several rounds.
@@ -28,18 +28,18 @@ def kind_of(codec: Codec, level: Level) -> Kind:
             f"exchange: {codec.name!r} has {codec.rounds} rounds and a route of its own, which "
             "cannot be exchanged for another; leave exchange out"
         )
-    return codec.encode_absent(_PROBE, LayerState(), level, _context(), torch.zeros(1)).kind
+    return codec.kind
 
 
 def has_fixed_size(codec: Codec, level: Level) -> bool:
     """Whether payloads are as long as ``wire_bytes`` says even for a vector of zeros."""
     zeros = torch.zeros(_PROBE.numel, dtype=_PROBE.work_dtype)
-    sent = codec.encode(_PROBE, LayerState(), zeros, level, _context())
+    sent = codec.encode(_probe(level), zeros)
     return sent.nbytes == codec.wire_bytes(_PROBE, level, 2)
 
 
-def _context() -> StepContext:
-    return StepContext(step=0, rank=0, size=2, seed=0, buffers=Buffers())
+def _probe(level: Level) -> Work:
+    return Work(_PROBE, level, LayerState(), step=0, rank=0, size=2, seed=0, buffers=Buffers())
 
 
 class WrapperCodec(Codec):
@@ -55,7 +55,7 @@ class WrapperCodec(Codec):
 
     def __init__(self, inner: Codec, route: str) -> None:
         if inner.rounds != 1:
-            kind_of(inner, None)  # raises
+            kind_of(inner)  # raises
         self.inner = inner
         self.name = f"{inner.name}+{route}"
 
@@ -81,12 +81,12 @@ class WrapperCodec(Codec):
         return self.inner.contractive(level)
 
 
-def inner_context(context: StepContext, label: str) -> StepContext:
-    """The context for one use of an inner codec: a random stream and buffer names of its own.
+def inner_work(work: Work, label: str) -> Work:
+    """The work for one use of an inner codec: a random stream and buffer names of its own.
 
     A codec draws from (seed, layer, step, rank), so two uses in one step must differ in the seed,
     or the second would repeat the first one's draws and its error would not be independent.
     """
-    words = hashlib.blake2b(f"{context.seed}/{label}".encode(), digest_size=4).digest()
+    words = hashlib.blake2b(f"{work.seed}/{label}".encode(), digest_size=4).digest()
     seed = int.from_bytes(words, "little")
-    return replace(context, seed=seed, buffers=context.buffers.under("inner"))
+    return replace(work, seed=seed, buffers=work.buffers.under("inner"))

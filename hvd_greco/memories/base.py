@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..codecs.base import Codec, Level, StepContext
+from ..codecs.base import Codec, Level, Work
 from ..errors import ConfigError
 from ..layers import Layer, LayerState
 from ..payload import Payload
@@ -20,14 +20,12 @@ class Own:
     """This rank's own contribution to one layer's step, C(vector)."""
 
     codec: Codec
-    layer: Layer
-    level: Level
-    context: StepContext
+    work: Work
     sent: Payload
 
     def add_to(self, vector: torch.Tensor, alpha: float) -> None:
         """``vector += alpha * C``, in place; shape ``[d]``."""
-        self.codec.add_own(self.layer, self.level, self.context, self.sent, vector, alpha)
+        self.codec.add_own(self.work, self.sent, vector, alpha)
 
     def clear(self, vector: torch.Tensor) -> None:
         """Zero ``vector`` wherever something was sent; sparse codecs only."""

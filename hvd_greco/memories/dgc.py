@@ -159,8 +159,8 @@ class DGCMemory(Memory):
         else:
             velocity.add_(momentum)
         own.add_to(velocity, -1.0)
-        assert own.level is not None
-        if kept_entries(layer.numel, own.level) < layer.numel:
+        assert own.work.level is not None
+        if kept_entries(layer.numel, own.work.level) < layer.numel:
             own.clear(momentum)
 
     def deliver_dense(
