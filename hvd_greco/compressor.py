@@ -10,23 +10,23 @@ from typing import Any
 
 import torch
 
-from . import carrier, kernels, registry
+from . import carrier, registry
 from .assign import uniform_plan
 from .beacon import Beacon
-from .buffers import Buffers
-from .codecs.base import Codec, Level, Work
+from .codecs.base import Codec, Level
 from .codecs.dense import DenseCodec
 from .config import check_count
 from .errors import ConfigError
 from .exchange.base import Group
 from .identity import Directory, calling_optimizer
-from .layers import GRADIENT_DTYPES, Layer, check_named_parameters
-from .memories.base import Memory, Own
-from .payload import Kind, Reduced
+from .layers import Layer, check_named_parameters
+from .memories.base import Memory
+from .payload import Kind
 from .plan import Plan
-from .rounds import Pending, Rounds
+from .reduction import Reduction
+from .rounds import Rounds
 from .routes import check_allgather, routed
-from .telemetry import Ledger, StepReport
+from .telemetry import StepReport
 
 _log = logging.getLogger(__package__)
 
@@ -119,23 +119,8 @@ class Compressor:
             check_allgather(codec)
         self.plan = self._uniform_plan(epoch=0)
         prefix = f"greco/{name or _next_name(self._group)}"
-        self._ledger = Ledger()
-        self._rounds = Rounds(self._group, prefix, self._ledger, self._vector)
-        self._beacon = Beacon(self._group, prefix)
-        self._scratch = Buffers()
+        self._reduction = Reduction(self._group, self._memory, prefix, self._seed)
         self._lock = threading.RLock()
-        self._step = 0
-        self._unscale = 1.0
-        #: What the user's op multiplies means by, as the last layer's carrier showed it.
-        self._factor = 1.0
-        #: Finished dense layers of this step that the memory shall see if it is accepted.
-        self._dense: list[Pending] = []
-        #: Layers that took part in the present step, for its report.
-        self._seen: dict[str, tuple[str, Level, int]] = {}
-        #: The plan has layers that are not plainly dense.
-        self._mixed = False
-        #: A layer of this step is not plainly dense, so the step needs a beacon.
-        self._checked = False
         self.last_report: StepReport | None = None
 
     # -- what users may ask ------------------------------------------------------------------
@@ -160,7 +145,8 @@ class Compressor:
         slots = self._directory.slots
         return {
             "state": sum(slot.state.nbytes() for slot in slots),
-            "buffers": self._scratch.nbytes() + sum(slot.buffers.nbytes() for slot in slots),
+            "buffers": self._reduction.scratch_bytes()
+            + sum(slot.buffers.nbytes() for slot in slots),
         }
 
     def residual(self, name: str) -> torch.Tensor | None:
@@ -203,9 +189,11 @@ class Compressor:
         with self._lock:
             slot = self._directory.find(tensor)
             layer = slot.layer
-            if layer.name in self._rounds.pending:
-                self._abandon()
-            if not self._seen:
+            if self._reduction.unfinished(layer.name):
+                # load_state_dict in mid-step leaves a step behind that was never finished.
+                self.last_report = self._reduction.abandon()
+                self._directory.forget()
+            if not self._reduction.seen:
                 self._open_step()
             parameter = slot.parameter
             if parameter.shape != layer.shape or parameter.dtype != layer.dtype:
@@ -213,17 +201,9 @@ class Compressor:
                 layer = slot.layer
             assignment = self.plan[layer]
             codec = self._codecs[assignment.codec]
-            pending = Pending(slot, tensor, codec, assignment.level, self._unscale)
-            self._rounds.pending[layer.name] = pending
-            self._seen[layer.name] = (assignment.codec, assignment.level, layer.dense_bytes)
-            if isinstance(codec, DenseCodec):
-                carried = self._start_dense(pending, codec)
-            else:
-                self._checked = True
-                carried = self._start(pending)
-            if self._checked and len(self._seen) == len(self._directory.trainable):
-                self._launch_beacon()
-            self._rounds.advance()
+            carried, pending = self._reduction.start(slot, tensor, codec, assignment.level)
+            seen, trainable = self._reduction.seen, self._directory.trainable
+            self._reduction.advance(complete=len(seen) == len(trainable))
             return carried, pending
 
     def decompress(self, tensor: torch.Tensor, context: Any) -> torch.Tensor:
@@ -240,18 +220,10 @@ class Compressor:
         if context is None:
             return tensor
         with self._lock:
-            pending: Pending = context
-            pendings = self._rounds.pending
-            if self._checked:
-                self._launch_beacon()
-            if isinstance(pending.codec, DenseCodec):
-                result = self._finish_dense(pending, tensor)
-            else:
-                result = self._finish(pending, tensor)
-            pending.slot.mark_reduced(result)
-            pendings.pop(pending.slot.layer.name, None)
-            if not pendings:
-                self._close_step()
+            result = self._reduction.finish(context, tensor)
+            if self._reduction.idle:
+                self.last_report = self._reduction.close()
+                self._directory.forget()
             return result
 
     # -- one step ----------------------------------------------------------------------------
@@ -274,19 +246,15 @@ class Compressor:
     def _open_step(self) -> None:
         self._memory.check_optimizer(calling_optimizer())
         if self._schedule is not None:
-            level = self._codec.check_level(self._schedule(self._step))
+            level = self._codec.check_level(self._schedule(self._reduction.step))
             if level != self._level:
                 self._level = level
                 self.plan = self._uniform_plan(self.plan.epoch + 1)
-        self._beacon.reset()
-        self._rounds.reset()
-        self._checked = False
-        self._mixed = self._compresses()
-        if self._loss_scale is not None:
-            scale = float(self._loss_scale())
-            if not (math.isfinite(scale) and scale > 0):
-                raise ConfigError(f"loss_scale: returned {scale}, which is not a positive number")
-            self._unscale = 1.0 / scale
+        scale = 1.0 if self._loss_scale is None else float(self._loss_scale())
+        if not (math.isfinite(scale) and scale > 0):
+            raise ConfigError(f"loss_scale: returned {scale}, which is not a positive number")
+        self._reduction.open(1.0 / scale)
+        self._reduction.adopt(self.plan, self._codecs)
 
     def _reshape(self) -> None:
         """Take up new shapes of parameters (pruning, growth), as every rank does in this step.
@@ -300,181 +268,7 @@ class Compressor:
                     old.name, _described(old), _described(new),
                 )  # fmt: skip
         self.plan = self._uniform_plan(self.plan.epoch + 1)
-        self._mixed = self._mixed or self._compresses()
-
-    def _compresses(self) -> bool:
-        """Whether the plan has a layer that is not plainly dense."""
-        codecs = {assignment.codec for assignment in self.plan.assignments.values()}
-        return any(not isinstance(self._codecs[codec], DenseCodec) for codec in codecs)
-
-    def _close_step(self) -> None:
-        if not (self._checked and self._beacon.nonfinite):
-            for pending in self._dense:
-                self._deliver_dense(pending)
-        self._dense = []
-        self.last_report = self._ledger.close(self._step, self._seen, self._beacon.nonfinite)
-        # While a rank has joined, the others do not count: afterwards all are at one step again.
-        if self._beacon.complete:
-            self._step += 1
-        self._seen = {}
-        self._directory.forget()
-
-    def _abandon(self) -> None:
-        """Drop a step that was begun and never finished (``load_state_dict`` in mid-step does it).
-
-        Every rank does the same, so what was submitted completes, and its names can be used again.
-        """
-        self._rounds.abandon()
-        self._beacon.abandon()
-        self._dense = []
-        self._close_step()
-
-    def _launch_beacon(self) -> None:
-        if self._beacon.launch(self.plan, self._step) and self._group.rank >= 0:
-            self._ledger.add(None, Kind.SUM, Beacon.NBYTES, self._group.size)
-
-    def _start_dense(self, pending: Pending, codec: DenseCodec) -> torch.Tensor:
-        slot, gradient = pending.slot, pending.gradient
-        # Reduced a second time, a mean stays what it is; only the memory must not see it again.
-        pending.fresh = slot.fresh or not slot.already_reduced(gradient)
-        slot.fresh = False
-        if self._mixed:
-            # Its overflow makes a scaler skip the step, so compressed layers must not move on.
-            self._beacon.note(kernels.all_finite(gradient))
-        dtype = codec.wire_dtype(gradient.dtype)
-        sent = gradient if gradient.dtype == dtype else gradient.to(dtype)
-        if not sent.is_contiguous():
-            sent = sent.contiguous()
-        nbytes = sent.nbytes
-        self._ledger.add(slot.layer.name, Kind.CARRIED, nbytes, self._group.size)
-        return sent
-
-    def _finish_dense(self, pending: Pending, tensor: torch.Tensor) -> torch.Tensor:
-        # Stock Horovod reduced the gradient itself unless it had to be converted or laid out anew.
-        if tensor is not pending.gradient:
-            pending.gradient.copy_(tensor)
-        if self._memory.serves_dense and pending.fresh:
-            if pending.slot.parameter.grad is not pending.gradient:
-                self._deliver_dense(pending)  # Horovod takes a copy (sparse_as_dense)
-            else:
-                self._dense.append(pending)
-        return pending.gradient
-
-    def _deliver_dense(self, pending: Pending) -> None:
-        """Let the memory work on a dense layer's mean. All ranks see the same one."""
-        gradient, scale = pending.gradient, self._factor / pending.unscale
-        flat = gradient.contiguous().view(-1)
-        if pending.slot.layer.dtype in GRADIENT_DTYPES and bool(flat.isfinite().all()):
-            self._memory.deliver_dense(pending.slot.layer, pending.slot.state, flat, scale)
-            if not gradient.is_contiguous():
-                gradient.copy_(flat.view(gradient.shape))
-
-    def _start(self, pending: Pending) -> torch.Tensor:
-        slot, codec, gradient = pending.slot, pending.codec, pending.gradient
-        layer, group = slot.layer, self._group
-        work = pending.work = Work(
-            layer, pending.level, slot.state, self._step, group.rank, group.size, self._seed,
-            slot.buffers,
-        )  # fmt: skip
-        repeated = None
-        if not slot.fresh:
-            if not bool(gradient.any()):
-                pending.fresh = self._memory.absent_is_zero
-            elif slot.already_reduced(gradient):
-                pending.fresh = False
-                # In fp64: ranks with other thread counts add up in other orders, and what cancels
-                # in fp32 leaves a sum that is all rounding.
-                repeated = gradient.sum(dtype=torch.float64)
-                pending.check = float(repeated)
-        slot.fresh = False
-        if pending.fresh:
-            vector = self._vector(pending)
-            sent = codec.encode(work, vector)
-            if sent.finite is None:
-                sent.finite = kernels.all_finite(vector)
-            self._beacon.note(sent.finite)
-        else:
-            sent = codec.encode_absent(work, gradient)
-        pending.sent = sent
-        body = 0 if pending.private else sent.buffer.numel()
-        carried = slot.buffers.get(
-            "carrier", body + carrier.LENGTH, layer.work_dtype, gradient.device
-        )
-        if body:
-            carried[:body].copy_(sent.buffer)
-        carrier.fill(carried[body:], self._group, sent.finite, repeated)
-        nbytes = carried.numel() * carried.element_size()
-        self._ledger.add(layer.name, Kind.CARRIED, nbytes, self._group.size)
-        if pending.private:
-            self._rounds.submit(pending)
-        return carried
-
-    def _vector(self, pending: Pending) -> torch.Tensor:
-        """The vector to encode, formed anew in memory that all layers share."""
-        layer, gradient = pending.slot.layer, pending.gradient
-        vector = self._scratch.get(
-            f"vector/{gradient.device}", layer.numel, layer.work_dtype, gradient.device
-        )
-        if pending.fresh:
-            flat = gradient.contiguous().view(-1)
-            self._memory.compensate(layer, pending.slot.state, flat, pending.unscale, vector)
-        else:
-            vector.zero_()
-        return vector
-
-    def _finish(self, pending: Pending, tensor: torch.Tensor) -> torch.Tensor:
-        slot, codec, gradient = pending.slot, pending.codec, pending.gradient
-        layer = slot.layer
-        body = tensor.numel() - carrier.LENGTH
-        # First of all: is everybody here? Only then may anything wait.
-        self._rounds.check_present(wait=False)
-        probe = carrier.read(
-            tensor[body:],
-            self._group,
-            layer.name,
-            pending.check,
-            # A mismatch of process sets shows at once; later, a missing rank may have joined.
-            needs_set=pending.private or self._step == 0,
-        )
-        self._factor = probe.factor
-        accepted = self._beacon.wait(self.plan, self._step)
-        if pending.private:
-            reduced = self._rounds.finish(pending)
-        else:
-            reduced = Reduced(Kind.CARRIED, tensor[:body], self._group.size)
-        if probe.repeated:
-            return gradient
-        in_place = gradient.is_contiguous() and gradient.dtype == layer.work_dtype
-        work, sent = pending.work, pending.sent
-        if accepted:
-            if pending.fresh:
-                flat = gradient.contiguous().view(-1)
-                own = Own(codec, work, sent)
-                self._memory.commit(layer, slot.state, flat, pending.unscale, own)
-            codec.commit(work, sent, reduced)
-        # The residual has what it needs of the gradient; now the gradient's memory is free.
-        out = (
-            gradient.view(-1)
-            if in_place
-            else self._scratch.get(
-                f"out/{gradient.device}", layer.numel, layer.work_dtype, gradient.device
-            )
-        )
-        codec.decode(work, sent, reduced, out)
-        if not pending.private and probe.factor != 1.0:
-            # Horovod applied its factor on the way; a memory's accounts are in plain means.
-            out.div_(probe.factor)
-        if accepted:
-            self._memory.deliver(layer, slot.state, out)
-        factor = probe.factor / pending.unscale
-        if factor != 1.0:
-            out.mul_(factor)
-        if probe.nonfinite:
-            # The offending element may not have been sent; every scaler must see it all the same.
-            out[:1] = math.nan
-        if not in_place:
-            gradient.copy_(out.view(layer.shape))
-        return gradient
+        self._reduction.adopt(self.plan, self._codecs)
 
 
 def _described(layer: Layer) -> str:

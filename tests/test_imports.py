@@ -33,6 +33,7 @@ ORDER = [
     "assign",
     "routes",
     "rounds",
+    "reduction",
     "adapt",
     "compressor",
     "constructors",

@@ -103,7 +103,7 @@ def test_a_rank_one_step_behind_is_told() -> None:
 
     def build(pairs: list[tuple[str, torch.Tensor]], member: LocalMember) -> TopK:
         compressor = TopK(pairs, group=member, min_numel=1)
-        compressor._step = 7 if member.rank == 0 else 6
+        compressor._reduction.step = 7 if member.rank == 0 else 6
         return compressor
 
     with pytest.raises(MismatchError, match="rank 0 is at step 7, rank 1 at step 6"):

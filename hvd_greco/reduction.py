@@ -1,0 +1,299 @@
+"""One step of all layers: payloads out, means back, accounts settled in between."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from . import carrier, kernels
+from .beacon import Beacon
+from .buffers import Buffers
+from .codecs.base import Codec, Level, Work
+from .codecs.dense import DenseCodec
+from .exchange.base import Group
+from .identity import Slot
+from .layers import GRADIENT_DTYPES
+from .memories.base import Memory, Own
+from .payload import Kind, Reduced
+from .plan import Plan
+from .rounds import Pending, Rounds
+from .telemetry import Ledger, StepReport
+
+
+class Reduction:
+    """Takes layers through the steps of one compressor; it is told which codec serves which.
+
+    Args:
+        group: our ranks.
+        memory: what happens to what was not sent.
+        prefix: start of the names of our collectives.
+        seed: decides random choices.
+
+    Attributes:
+        step: how many steps were completed; the same on all ranks.
+        seen: layers that took part in the present step: codec, level and dense bytes.
+    """
+
+    def __init__(self, group: Group, memory: Memory, prefix: str, seed: int) -> None:
+        self._group = group
+        self._memory = memory
+        self._seed = seed
+        self._ledger = Ledger()
+        self._rounds = Rounds(group, prefix, self._ledger, self._vector)
+        self._beacon = Beacon(group, prefix)
+        self._scratch = Buffers()
+        self.step = 0
+        self.seen: dict[str, tuple[str, Level, int]] = {}
+        self._unscale = 1.0
+        #: What the user's op multiplies means by, as the last layer's carrier showed it.
+        self._factor = 1.0
+        #: Finished dense layers of this step that the memory shall see if it is accepted.
+        self._dense: list[Pending] = []
+        #: The plan has layers that are not plainly dense.
+        self._mixed = False
+        #: A layer of this step is not plainly dense, so the step needs a beacon.
+        self._checked = False
+
+    def scratch_bytes(self) -> int:
+        """Bytes of buffers that all layers share."""
+        return self._scratch.nbytes()
+
+    # -- one step ----------------------------------------------------------------------------
+
+    def open(self, unscale: float) -> None:
+        """Begin a step; ``unscale`` is 1 / loss scale."""
+        self._beacon.reset()
+        self._rounds.reset()
+        self._checked = False
+        self._unscale = unscale
+
+    def adopt(self, plan: Plan, codecs: Mapping[str, Codec]) -> None:
+        """Follow a plan from here on. What was started under another one is finished as it is."""
+        self._plan = plan
+        used = {assignment.codec for assignment in plan.assignments.values()}
+        compresses = any(not isinstance(codecs[name], DenseCodec) for name in used)
+        self._mixed = self._checked or compresses
+
+    def unfinished(self, name: str) -> bool:
+        """Whether a layer is between :meth:`start` and :meth:`finish`."""
+        return name in self._rounds.pending
+
+    def start(
+        self, slot: Slot, gradient: torch.Tensor, codec: Codec, level: Level
+    ) -> tuple[torch.Tensor, Pending]:
+        """Send one layer's payload on its way.
+
+        Returns:
+            What Horovod's allreduce shall carry, and what :meth:`finish` wants to see again.
+        """
+        layer = slot.layer
+        pending = Pending(slot, gradient, codec, level, self._unscale)
+        self._rounds.pending[layer.name] = pending
+        self.seen[layer.name] = (codec.name, level, layer.dense_bytes)
+        if isinstance(codec, DenseCodec):
+            return self._start_dense(pending, codec), pending
+        self._checked = True
+        return self._start(pending), pending
+
+    def advance(self, complete: bool) -> None:
+        """Move on whatever can be, without waiting; ``complete``: no layer is still to start."""
+        if complete:
+            self._launch_beacon()
+        self._rounds.advance()
+
+    def finish(self, pending: Pending, tensor: torch.Tensor) -> torch.Tensor:
+        """Wait for a layer, and write the mean into its gradient, which is returned.
+
+        Args:
+            pending: what :meth:`start` returned.
+            tensor: what came back of the carried tensor.
+        """
+        self._launch_beacon()
+        if isinstance(pending.codec, DenseCodec):
+            result = self._finish_dense(pending, tensor)
+        else:
+            result = self._finish(pending, tensor)
+        pending.slot.mark_reduced(result)
+        self._rounds.pending.pop(pending.slot.layer.name, None)
+        return result
+
+    @property
+    def idle(self) -> bool:
+        """No layer is between :meth:`start` and :meth:`finish`."""
+        return not self._rounds.pending
+
+    def close(self) -> StepReport:
+        """End the step, and say what was sent in it."""
+        if not (self._checked and self._beacon.nonfinite):
+            for pending in self._dense:
+                self._deliver_dense(pending)
+        self._dense = []
+        report = self._ledger.close(self.step, self.seen, self._beacon.nonfinite)
+        # While a rank has joined, the others do not count: afterwards all are at one step again.
+        if self._beacon.complete:
+            self.step += 1
+        self.seen = {}
+        return report
+
+    def abandon(self) -> StepReport:
+        """Drop a step that was begun and never finished.
+
+        Every rank does the same, so what was submitted completes, and its names can be used again.
+        """
+        self._rounds.abandon()
+        self._beacon.abandon()
+        self._dense = []
+        return self.close()
+
+    def _launch_beacon(self) -> None:
+        if not self._checked:
+            return
+        if self._beacon.launch(self._plan, self.step) and self._group.rank >= 0:
+            self._ledger.add(None, Kind.SUM, Beacon.NBYTES, self._group.size)
+
+    # -- one layer ---------------------------------------------------------------------------
+
+    def _start_dense(self, pending: Pending, codec: DenseCodec) -> torch.Tensor:
+        slot, gradient = pending.slot, pending.gradient
+        # Reduced a second time, a mean stays what it is; only the memory must not see it again.
+        pending.fresh = slot.fresh or not slot.already_reduced(gradient)
+        slot.fresh = False
+        if self._mixed:
+            # Its overflow makes a scaler skip the step, so compressed layers must not move on.
+            self._beacon.note(kernels.all_finite(gradient))
+        dtype = codec.wire_dtype(gradient.dtype)
+        sent = gradient if gradient.dtype == dtype else gradient.to(dtype)
+        if not sent.is_contiguous():
+            sent = sent.contiguous()
+        nbytes = sent.nbytes
+        self._ledger.add(slot.layer.name, Kind.CARRIED, nbytes, self._group.size)
+        return sent
+
+    def _finish_dense(self, pending: Pending, tensor: torch.Tensor) -> torch.Tensor:
+        # Stock Horovod reduced the gradient itself unless it had to be converted or laid out anew.
+        if tensor is not pending.gradient:
+            pending.gradient.copy_(tensor)
+        if self._memory.serves_dense and pending.fresh:
+            if pending.slot.parameter.grad is not pending.gradient:
+                self._deliver_dense(pending)  # Horovod takes a copy (sparse_as_dense)
+            else:
+                self._dense.append(pending)
+        return pending.gradient
+
+    def _deliver_dense(self, pending: Pending) -> None:
+        """Let the memory work on a dense layer's mean. All ranks see the same one."""
+        gradient, scale = pending.gradient, self._factor / pending.unscale
+        flat = gradient.contiguous().view(-1)
+        if pending.slot.layer.dtype in GRADIENT_DTYPES and bool(flat.isfinite().all()):
+            self._memory.deliver_dense(pending.slot.layer, pending.slot.state, flat, scale)
+            if not gradient.is_contiguous():
+                gradient.copy_(flat.view(gradient.shape))
+
+    def _start(self, pending: Pending) -> torch.Tensor:
+        slot, codec, gradient = pending.slot, pending.codec, pending.gradient
+        layer, group = slot.layer, self._group
+        work = pending.work = Work(
+            layer, pending.level, slot.state, self.step, group.rank, group.size, self._seed,
+            slot.buffers,
+        )  # fmt: skip
+        repeated = None
+        if not slot.fresh:
+            if not bool(gradient.any()):
+                pending.fresh = self._memory.absent_is_zero
+            elif slot.already_reduced(gradient):
+                pending.fresh = False
+                # In fp64: ranks with other thread counts add up in other orders, and what cancels
+                # in fp32 leaves a sum that is all rounding.
+                repeated = gradient.sum(dtype=torch.float64)
+                pending.check = float(repeated)
+        slot.fresh = False
+        if pending.fresh:
+            vector = self._vector(pending)
+            sent = codec.encode(work, vector)
+            if sent.finite is None:
+                sent.finite = kernels.all_finite(vector)
+            self._beacon.note(sent.finite)
+        else:
+            sent = codec.encode_absent(work, gradient)
+        pending.sent = sent
+        body = 0 if pending.private else sent.buffer.numel()
+        carried = slot.buffers.get(
+            "carrier", body + carrier.LENGTH, layer.work_dtype, gradient.device
+        )
+        if body:
+            carried[:body].copy_(sent.buffer)
+        carrier.fill(carried[body:], self._group, sent.finite, repeated)
+        nbytes = carried.numel() * carried.element_size()
+        self._ledger.add(layer.name, Kind.CARRIED, nbytes, self._group.size)
+        if pending.private:
+            self._rounds.submit(pending)
+        return carried
+
+    def _vector(self, pending: Pending) -> torch.Tensor:
+        """The vector to encode, formed anew in memory that all layers share."""
+        layer, gradient = pending.slot.layer, pending.gradient
+        vector = self._scratch.get(
+            f"vector/{gradient.device}", layer.numel, layer.work_dtype, gradient.device
+        )
+        if pending.fresh:
+            flat = gradient.contiguous().view(-1)
+            self._memory.compensate(layer, pending.slot.state, flat, pending.unscale, vector)
+        else:
+            vector.zero_()
+        return vector
+
+    def _finish(self, pending: Pending, tensor: torch.Tensor) -> torch.Tensor:
+        slot, codec, gradient = pending.slot, pending.codec, pending.gradient
+        layer = slot.layer
+        body = tensor.numel() - carrier.LENGTH
+        # First of all: is everybody here? Only then may anything wait.
+        self._rounds.check_present(wait=False)
+        probe = carrier.read(
+            tensor[body:],
+            self._group,
+            layer.name,
+            pending.check,
+            # A mismatch of process sets shows at once; later, a missing rank may have joined.
+            needs_set=pending.private or self.step == 0,
+        )
+        self._factor = probe.factor
+        accepted = self._beacon.wait(self._plan, self.step)
+        if pending.private:
+            reduced = self._rounds.finish(pending)
+        else:
+            reduced = Reduced(Kind.CARRIED, tensor[:body], self._group.size)
+        if probe.repeated:
+            return gradient
+        in_place = gradient.is_contiguous() and gradient.dtype == layer.work_dtype
+        work, sent = pending.work, pending.sent
+        if accepted:
+            if pending.fresh:
+                flat = gradient.contiguous().view(-1)
+                own = Own(codec, work, sent)
+                self._memory.commit(layer, slot.state, flat, pending.unscale, own)
+            codec.commit(work, sent, reduced)
+        # The residual has what it needs of the gradient; now the gradient's memory is free.
+        out = (
+            gradient.view(-1)
+            if in_place
+            else self._scratch.get(
+                f"out/{gradient.device}", layer.numel, layer.work_dtype, gradient.device
+            )
+        )
+        codec.decode(work, sent, reduced, out)
+        if not pending.private and probe.factor != 1.0:
+            # Horovod applied its factor on the way; a memory's accounts are in plain means.
+            out.div_(probe.factor)
+        if accepted:
+            self._memory.deliver(layer, slot.state, out)
+        factor = probe.factor / pending.unscale
+        if factor != 1.0:
+            out.mul_(factor)
+        if probe.nonfinite:
+            # The offending element may not have been sent; every scaler must see it all the same.
+            out[:1] = math.nan
+        if not in_place:
+            gradient.copy_(out.view(layer.shape))
+        return gradient
