@@ -41,3 +41,21 @@ def test_step_time_tables_are_the_recorded_ones(path: Path) -> None:
     assert benchmark("step_time").table(record) in PAGE
     # The page's shell line, whatever its line breaks, is the one that made the record.
     assert record["command"] in " ".join(PAGE.replace("\\\n", " ").split())
+
+
+def test_the_readme_has_the_recorded_demo() -> None:
+    """``hvd-greco demo --methods all``, every method of it."""
+    from hvd_greco import methods
+
+    readme = (ROOT / "README.md").read_text()
+    record = json.loads((RESULTS / "demo-2ranks.json").read_text())
+    assert [r["method"] for r in record["results"]] == list(methods.available())
+    dense = record["results"][0]["val_bits_per_byte"]
+    for result in record["results"]:
+        quality = result["val_bits_per_byte"]
+        row = (
+            f"| {result['method']} | {result['wire_bytes_per_step']:,.0f} | "
+            f"{result['ratio']:.1f}x | {result['step_ms_median']:.1f} | "
+            f"{quality:.3f} ({100 * (quality / dense - 1):+.1f} %) |"
+        )
+        assert row in readme
