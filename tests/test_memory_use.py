@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from hvd_greco import Dense, LocalGroup, RandomK, TopK
+from hvd_greco import Dense, LocalGroup, RandomK, TopK, methods
 from hvd_greco.codecs.sparse_wire import sparse_layout
 from hvd_greco.compressor import Compressor
 from hvd_greco.exchange.local import LocalMember
@@ -44,6 +46,28 @@ def test_topk_buffers_are_payloads_and_one_vector() -> None:
 def test_methods_without_feedback_hold_no_state(make: object) -> None:
     outcome = run(gaussian(SHAPES, 2, steps=2), make)[0]  # type: ignore[arg-type]
     assert outcome.compressor.memory_bytes()["state"] == 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "copies", "more"),
+    [
+        ("sharedtopk", 1, 0),
+        ("sign", 1, 0),
+        ("qsgd", 0, 0),
+        ("natural", 0, 0),
+        ("summable", 0, 0),
+        ("powersgd:rank=4", 1, 4 * (200 + 50)),
+        ("acp:rank=4", 1, 4 * (300 + 90)),
+        ("topk:memory=ef21", 2, 0),
+        ("topk:memory=ef21-sgdm", 3, 0),
+    ],
+)
+def test_state_is_what_the_page_says(spec: str, copies: int, more: int) -> None:
+    outcome = run(gaussian(SHAPES, 2, steps=3), lambda p, m: methods.build(spec, p, group=m))[0]
+    plan = outcome.compressor.plan.assignments
+    compressed = sum(math.prod(SHAPES[n]) for n, a in plan.items() if a.codec != "dense")
+    assert compressed >= 300 * 200 + 90 * 50
+    assert outcome.compressor.memory_bytes()["state"] == 4 * (copies * compressed + more)
 
 
 @pytest.mark.parametrize("method", [TopK, RandomK, Dense])
