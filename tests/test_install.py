@@ -24,7 +24,7 @@ from hvd_greco.install.errors import InstallError
 from hvd_greco.install.facts import MpiFacts, TorchFacts, find_mpi
 from hvd_greco.install.installer import ensure_wheel
 from hvd_greco.install.patches import apply_patches, patches_for
-from hvd_greco.install.plan import BuildOptions, BuildPlan, library_search
+from hvd_greco.install.plan import BuildOptions, BuildPlan, _decide_cuda, library_search
 from hvd_greco.install.progress import BuildOutput
 
 PLAN = BuildPlan(
@@ -432,3 +432,21 @@ def test_patches_fit_the_real_source(tmp_path: Path) -> None:
     apply_patches(tree, PLAN.patches)
     # Found again without asking the index.
     assert source.get_sdist(tmp_path / "kept", None, {}) == sdist
+
+
+@pytest.mark.parametrize("headers", [None, "include", "targets/x86_64-linux/include"])
+def test_a_lone_nvcc_is_no_toolkit(
+    headers: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CUDA build of torch where only a compiler lies about: build for the CPU, do not fail."""
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\n")
+    nvcc.chmod(0o755)
+    if headers:
+        (tmp_path / "cuda" / headers).mkdir(parents=True)
+        (tmp_path / "cuda" / headers / "cuda_runtime.h").touch()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    torch = TorchFacts("2.13.0+cu130", "13.0", tmp_path)
+    assert _decide_cuda(BuildOptions(), torch) is (headers is not None)
+    assert _decide_cuda(BuildOptions(cuda=False), torch) is False

@@ -42,7 +42,7 @@ def install_horovod(
         Optional[bool],  # noqa: UP045
         typer.Option(
             "--cuda/--no-cuda",
-            help="Accept tensors on a GPU. Default: if torch is a CUDA build and nvcc is found.",
+            help="Accept tensors on a GPU. Default: if torch has CUDA and a toolkit is found.",
             show_default=False,
         ),
     ] = None,

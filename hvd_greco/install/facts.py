@@ -162,6 +162,18 @@ def find_nvcc() -> Path | None:
     return usual if os.access(usual, os.X_OK) else None
 
 
+def has_cuda_headers(nvcc: Path) -> bool:
+    """Whether the CUDA runtime's headers lie where a toolkit with that nvcc keeps them.
+
+    A lone compiler (from a Python package, or a wrapper script) cannot build Horovod.
+    """
+    return any(
+        next(home.glob(pattern), None) is not None
+        for home in {nvcc.parent.parent, nvcc.resolve().parent.parent}
+        for pattern in ("include/cuda_runtime.h", "targets/*/include/cuda_runtime.h")
+    )
+
+
 def machine() -> str:
     """Processor and C library, as far as compiled code depends on them."""
     try:

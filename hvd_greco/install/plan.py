@@ -196,7 +196,9 @@ def _decide_cuda(options: BuildOptions, torch: facts.TorchFacts) -> bool:
             f"on PATH nor under $CUDA_HOME or /usr/local/cuda). Install CUDA {torch.cuda}, as "
             "torch was built for, or load its module"
         )
-    return bool(torch.cuda and nvcc) if wanted is None else wanted
+    if wanted is not None:
+        return wanted
+    return torch.cuda is not None and nvcc is not None and facts.has_cuda_headers(nvcc)
 
 
 def library_search(folders: tuple[Path, ...], platlib: Path) -> tuple[str, ...]:
