@@ -78,6 +78,23 @@ class LayerState:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a rank has for one layer in a step.
+
+    Attributes:
+        layer: which.
+        state: what persists; only a memory's ``commit`` may change its values.
+        gradient: shape ``[d]``, the gradient's dtype.
+        unscale: 1 / loss scale.
+    """
+
+    layer: Layer
+    state: LayerState
+    gradient: torch.Tensor
+    unscale: float
+
+
 def check_named_parameters(
     named_parameters: Iterable[tuple[str, torch.Tensor]],
 ) -> list[tuple[str, torch.Tensor]]:

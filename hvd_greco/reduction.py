@@ -14,7 +14,7 @@ from .codecs.base import Codec, Level, Work
 from .codecs.dense import DenseCodec
 from .exchange.base import Group
 from .identity import Slot
-from .layers import GRADIENT_DTYPES
+from .layers import GRADIENT_DTYPES, Given
 from .memories.base import Memory, Own
 from .payload import Kind, Reduced
 from .plan import Plan
@@ -239,7 +239,8 @@ class Reduction:
         )
         if pending.fresh:
             flat = gradient.contiguous().view(-1)
-            self._memory.compensate(layer, pending.slot.state, flat, pending.unscale, vector)
+            given = Given(layer, pending.slot.state, flat, pending.unscale)
+            self._memory.compensate(given, vector)
         else:
             vector.zero_()
         return vector
@@ -272,7 +273,8 @@ class Reduction:
             if pending.fresh:
                 flat = gradient.contiguous().view(-1)
                 own = Own(codec, work, sent)
-                self._memory.commit(layer, slot.state, flat, pending.unscale, own)
+                given = Given(layer, slot.state, flat, pending.unscale)
+                self._memory.commit(given, own)
             codec.commit(work, sent, reduced)
         # The residual has what it needs of the gradient; now the gradient's memory is free.
         out = (

@@ -12,7 +12,7 @@ from .codecs.scatter_reduce import ScatterReduceCodec
 from .codecs.wrapping import kind_of
 from .errors import ConfigError
 from .exchange.base import Group
-from .layers import Layer, LayerState
+from .layers import Given, Layer, LayerState
 from .memories.base import Memory, Own
 from .payload import Kind
 
@@ -47,24 +47,10 @@ class OverHosts(Memory):
     def bind(self, parameters: Mapping[str, torch.Tensor], size: int) -> None:
         self.inner.bind(parameters, size)
 
-    def compensate(
-        self,
-        layer: Layer,
-        state: LayerState,
-        gradient: torch.Tensor,
-        unscale: float,
-        out: torch.Tensor,
-    ) -> None:
-        out.copy_(gradient).mul_(unscale)
+    def compensate(self, given: Given, out: torch.Tensor) -> None:
+        out.copy_(given.gradient).mul_(given.unscale)
 
-    def commit(
-        self,
-        layer: Layer,
-        state: LayerState,
-        gradient: torch.Tensor,
-        unscale: float,
-        own: Own,
-    ) -> None:
+    def commit(self, given: Given, own: Own) -> None:
         return
 
     def deliver(self, layer: Layer, state: LayerState, mean: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import kernels
-from ..layers import Layer
+from ..layers import Given, Layer
 from ..payload import Hosts, Kind, Payload, Reduced, Scope, network_bytes
 from .base import Codec, Level, Turn, Work
 from .wrapping import WrapperCodec, kind_of
@@ -142,7 +142,7 @@ class HierarchicalCodec(WrapperCodec):
             return self._to_hosts(payload, _Between(payload))
         mean = summed[:-1]
         vector = torch.empty_like(mean)
-        self._memory.compensate(work.layer, work.state, mean, 1.0, vector)
+        self._memory.compensate(Given(work.layer, work.state, mean, 1.0), vector)
         payload = self.inner.encode(work, vector)
         finite = payload.finite
         if finite is None:
@@ -163,7 +163,7 @@ class HierarchicalCodec(WrapperCodec):
         inner = self._between_hosts(work)
         if known.mean is not None and known.finite is not None and bool(known.finite):
             own = self._own(self.inner, inner, known.payload)
-            self._memory.commit(work.layer, work.state, known.mean, 1.0, own)
+            self._memory.commit(Given(work.layer, work.state, known.mean, 1.0), own)
         self.inner.commit(inner, known.payload, self._back(reduced))
 
     def _between_hosts(self, work: Work) -> Work:

@@ -11,7 +11,7 @@ import torch
 
 from ..codecs.base import Codec, Level, Work
 from ..errors import ConfigError
-from ..layers import Layer, LayerState
+from ..layers import Given, Layer, LayerState
 from ..payload import Payload
 
 
@@ -79,37 +79,16 @@ class Memory(ABC):
         return
 
     @abstractmethod
-    def compensate(
-        self,
-        layer: Layer,
-        state: LayerState,
-        gradient: torch.Tensor,
-        unscale: float,
-        out: torch.Tensor,
-    ) -> None:
+    def compensate(self, given: Given, out: torch.Tensor) -> None:
         """Write the vector to encode into ``out`` (shape ``[d]``, work dtype).
 
         Must give the same bits when called again in the same step, and change no value in
-        ``state`` (it may allocate zeros there).
-
-        Args:
-            layer: which.
-            state: read only.
-            gradient: shape ``[d]``, the gradient's dtype.
-            unscale: 1 / loss scale.
-            out: where to.
+        ``given.state`` (it may allocate zeros there).
         """
 
     @abstractmethod
-    def commit(
-        self,
-        layer: Layer,
-        state: LayerState,
-        gradient: torch.Tensor,
-        unscale: float,
-        own: Own,
-    ) -> None:
-        """Store what was not sent. ``gradient`` and ``unscale`` are those of the encoding."""
+    def commit(self, given: Given, own: Own) -> None:
+        """Store what was not sent. ``given`` is what it was in :meth:`compensate`."""
 
     def deliver(self, layer: Layer, state: LayerState, mean: torch.Tensor) -> None:
         """Turn the mean of what was sent into what the optimizer gets, in place.

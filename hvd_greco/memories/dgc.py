@@ -13,7 +13,7 @@ from ..codecs.base import Codec, Level
 from ..codecs.topk import kept as kept_entries
 from ..config import check_nonnegative
 from ..errors import ConfigError
-from ..layers import Layer, LayerState
+from ..layers import Given, Layer, LayerState
 from ..registry import register_memory
 from .base import Memory, Own, kept
 
@@ -120,47 +120,33 @@ class DGCMemory(Memory):
                     "the optimizer weight_decay=0"
                 )
 
-    def compensate(
-        self,
-        layer: Layer,
-        state: LayerState,
-        gradient: torch.Tensor,
-        unscale: float,
-        out: torch.Tensor,
-    ) -> None:
-        if state.residual is None:
-            state.residual = torch.zeros_like(out)
-        factor = unscale * self._clipping(gradient, unscale)
-        self._update_momentum(layer, state, gradient, factor, out)
+    def compensate(self, given: Given, out: torch.Tensor) -> None:
+        if given.state.residual is None:
+            given.state.residual = torch.zeros_like(out)
+        factor = given.unscale * self._clipping(given.gradient, given.unscale)
+        self._update_momentum(given.layer, given.state, given.gradient, factor, out)
         # The same operations in the same order as in commit: what was sent leaves exact zeros.
         if self.nesterov:
-            torch.add(state.residual, out, alpha=self.momentum, out=out)
-            self._add_gradient(layer, gradient, factor, out)
+            torch.add(given.state.residual, out, alpha=self.momentum, out=out)
+            self._add_gradient(given.layer, given.gradient, factor, out)
         else:
-            torch.add(state.residual, out, out=out)
+            torch.add(given.state.residual, out, out=out)
 
-    def commit(
-        self,
-        layer: Layer,
-        state: LayerState,
-        gradient: torch.Tensor,
-        unscale: float,
-        own: Own,
-    ) -> None:
-        velocity = state.residual
+    def commit(self, given: Given, own: Own) -> None:
+        velocity = given.state.residual
         assert velocity is not None
-        factor = unscale * self._clipping(gradient, unscale)
-        momentum = kept(state, "dgc.momentum", layer, velocity)
-        self._update_momentum(layer, state, gradient, factor, momentum)
-        state.slots.pop("dgc.dense", None)
+        factor = given.unscale * self._clipping(given.gradient, given.unscale)
+        momentum = kept(given.state, "dgc.momentum", given.layer, velocity)
+        self._update_momentum(given.layer, given.state, given.gradient, factor, momentum)
+        given.state.slots.pop("dgc.dense", None)
         if self.nesterov:
             velocity.add_(momentum, alpha=self.momentum)
-            self._add_gradient(layer, gradient, factor, velocity)
+            self._add_gradient(given.layer, given.gradient, factor, velocity)
         else:
             velocity.add_(momentum)
         own.add_to(velocity, -1.0)
         assert own.work.level is not None
-        if kept_entries(layer.numel, own.work.level) < layer.numel:
+        if kept_entries(given.layer.numel, own.work.level) < given.layer.numel:
             own.clear(momentum)
 
     def deliver_dense(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import ConfigError
-from ..layers import Layer, LayerState
+from ..layers import Given, Layer, LayerState
 from ..registry import register_memory
 from .base import Memory, Own, kept
 
@@ -27,26 +27,12 @@ class EF21(Memory):
     copies = 2
     absent_is_zero = True
 
-    def compensate(
-        self,
-        layer: Layer,
-        state: LayerState,
-        gradient: torch.Tensor,
-        unscale: float,
-        out: torch.Tensor,
-    ) -> None:
-        out.copy_(gradient).mul_(unscale)
-        out.sub_(kept(state, "ef21.own", layer, out))
+    def compensate(self, given: Given, out: torch.Tensor) -> None:
+        out.copy_(given.gradient).mul_(given.unscale)
+        out.sub_(kept(given.state, "ef21.own", given.layer, out))
 
-    def commit(
-        self,
-        layer: Layer,
-        state: LayerState,
-        gradient: torch.Tensor,
-        unscale: float,
-        own: Own,
-    ) -> None:
-        own.add_to(state.slots["ef21.own"], 1.0)
+    def commit(self, given: Given, own: Own) -> None:
+        own.add_to(given.state.slots["ef21.own"], 1.0)
 
     def deliver(self, layer: Layer, state: LayerState, mean: torch.Tensor) -> None:
         estimate = kept(state, "ef21.mean", layer, mean)
@@ -79,38 +65,25 @@ class EF21SGDM(EF21):
     def describe(self) -> str:
         return f"{self.name}(eta={self.eta:g})"
 
-    def compensate(
-        self,
-        layer: Layer,
-        state: LayerState,
-        gradient: torch.Tensor,
-        unscale: float,
-        out: torch.Tensor,
-    ) -> None:
-        self._average(state, gradient, unscale, out)
-        out.sub_(kept(state, "ef21.own", layer, out))
+    def compensate(self, given: Given, out: torch.Tensor) -> None:
+        self._average(given, out)
+        out.sub_(kept(given.state, "ef21.own", given.layer, out))
 
-    def commit(
-        self,
-        layer: Layer,
-        state: LayerState,
-        gradient: torch.Tensor,
-        unscale: float,
-        own: Own,
-    ) -> None:
-        held = state.slots.get("ef21.average")
+    def commit(self, given: Given, own: Own) -> None:
+        held = given.state.slots.get("ef21.average")
         if held is None:
             # The average begins at the first gradient; from zero it would be too small for long.
-            held = torch.empty(layer.numel, dtype=layer.work_dtype, device=gradient.device)
-        self._average(state, gradient, unscale, held)
-        state.slots["ef21.average"] = held
-        super().commit(layer, state, gradient, unscale, own)
+            held = torch.empty(
+                given.layer.numel, dtype=given.layer.work_dtype, device=given.gradient.device
+            )
+        self._average(given, held)
+        given.state.slots["ef21.average"] = held
+        super().commit(given, own)
 
-    def _average(
-        self, state: LayerState, gradient: torch.Tensor, unscale: float, out: torch.Tensor
-    ) -> None:
+    def _average(self, given: Given, out: torch.Tensor) -> None:
         """Write the new average into ``out``, which may be the old one."""
-        held = state.slots.get("ef21.average")
+        gradient, unscale = given.gradient, given.unscale
+        held = given.state.slots.get("ef21.average")
         if held is None:
             out.copy_(gradient).mul_(unscale)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..layers import Layer, LayerState
+from ..layers import Given
 from ..registry import register_memory
 from .base import Memory, Own
 
@@ -22,28 +22,14 @@ class ErrorFeedback(Memory):
     name = "ef"
     copies = 1
 
-    def compensate(
-        self,
-        layer: Layer,
-        state: LayerState,
-        gradient: torch.Tensor,
-        unscale: float,
-        out: torch.Tensor,
-    ) -> None:
-        if state.residual is None:
-            state.residual = torch.zeros(
-                layer.numel, dtype=layer.work_dtype, device=gradient.device
+    def compensate(self, given: Given, out: torch.Tensor) -> None:
+        if given.state.residual is None:
+            given.state.residual = torch.zeros(
+                given.layer.numel, dtype=given.layer.work_dtype, device=given.gradient.device
             )
-        torch.add(state.residual, gradient, alpha=unscale, out=out)
+        torch.add(given.state.residual, given.gradient, alpha=given.unscale, out=out)
 
-    def commit(
-        self,
-        layer: Layer,
-        state: LayerState,
-        gradient: torch.Tensor,
-        unscale: float,
-        own: Own,
-    ) -> None:
-        assert state.residual is not None
-        state.residual.add_(gradient, alpha=unscale)
-        own.add_to(state.residual, -1.0)
+    def commit(self, given: Given, own: Own) -> None:
+        assert given.state.residual is not None
+        given.state.residual.add_(given.gradient, alpha=given.unscale)
+        own.add_to(given.state.residual, -1.0)

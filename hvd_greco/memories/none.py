@@ -6,7 +6,7 @@ import torch
 
 from ..codecs.base import Codec, Level
 from ..errors import ConfigError
-from ..layers import Layer, LayerState
+from ..layers import Given
 from ..registry import register_memory
 from .base import Memory, Own
 
@@ -25,24 +25,10 @@ class NoMemory(Memory):
                 "memory='ef' (error feedback) or 'ef21'"
             )
 
-    def compensate(
-        self,
-        layer: Layer,
-        state: LayerState,
-        gradient: torch.Tensor,
-        unscale: float,
-        out: torch.Tensor,
-    ) -> None:
-        out.copy_(gradient)
-        if unscale != 1.0:
-            out.mul_(unscale)
+    def compensate(self, given: Given, out: torch.Tensor) -> None:
+        out.copy_(given.gradient)
+        if given.unscale != 1.0:
+            out.mul_(given.unscale)
 
-    def commit(
-        self,
-        layer: Layer,
-        state: LayerState,
-        gradient: torch.Tensor,
-        unscale: float,
-        own: Own,
-    ) -> None:
+    def commit(self, given: Given, own: Own) -> None:
         return
