@@ -63,7 +63,7 @@ class ACPCodec(Codec):
     The level is the rank r, chosen as for PowerSGD. A layer of n by m (shape[0] by the rest)
     sends 4 r n and 4 r m bytes in turn, in fp32; ``wire_bytes()`` is the larger one. Horovod
     negotiates anew about a tensor whose size changes; measured, that costs nothing beside the
-    step (288 ms a step, and 292 with both turns padded to one size), and for oblong layers
+    step (288 ms, and 292 with both turns padded, on a busy machine), and for oblong layers
     padding sends up to twice the bytes. A rank above min(n, m) counts as that. When the rank
     changes in mid-training, the leading directions are kept. Half-precision gradients are worked
     on in fp32.
