@@ -57,6 +57,11 @@ class Plan:
         return dict(sorted(facts.items()))
 
     @cached_property
+    def codecs(self) -> frozenset[str]:
+        """Names of the codecs that serve at least one layer."""
+        return frozenset(assignment.codec for assignment in self.assignments.values())
+
+    @cached_property
     def digest(self) -> bytes:
         """16 bytes that are equal on two ranks exactly when their plans are."""
         hasher = hashlib.blake2b(digest_size=16)

@@ -72,8 +72,7 @@ class Reduction:
     def adopt(self, plan: Plan, codecs: Mapping[str, Codec]) -> None:
         """Follow a plan from here on. What was started under another one is finished as it is."""
         self._plan = plan
-        used = {assignment.codec for assignment in plan.assignments.values()}
-        compresses = any(not isinstance(codecs[name], DenseCodec) for name in used)
+        compresses = any(not isinstance(codecs[name], DenseCodec) for name in plan.codecs)
         self._mixed = self._checked or compresses
 
     def unfinished(self, name: str) -> bool:
@@ -89,13 +88,13 @@ class Reduction:
             What Horovod's allreduce shall carry, and what :meth:`finish` wants to see again.
         """
         layer = slot.layer
-        pending = Pending(slot, gradient, codec, level, self._unscale)
+        pending = Pending(slot, gradient, codec, self._unscale)
         self._rounds.pending[layer.name] = pending
         self.seen[layer.name] = (codec.name, level, layer.dense_bytes)
         if isinstance(codec, DenseCodec):
             return self._start_dense(pending, codec), pending
         self._checked = True
-        return self._start(pending), pending
+        return self._start(pending, level), pending
 
     def advance(self, complete: bool) -> None:
         """Move on whatever can be, without waiting; ``complete``: no layer is still to start."""
@@ -191,11 +190,11 @@ class Reduction:
             if not gradient.is_contiguous():
                 gradient.copy_(flat.view(gradient.shape))
 
-    def _start(self, pending: Pending) -> torch.Tensor:
+    def _start(self, pending: Pending, level: Level) -> torch.Tensor:
         slot, codec, gradient = pending.slot, pending.codec, pending.gradient
         layer, group = slot.layer, self._group
         work = pending.work = Work(
-            layer, pending.level, slot.state, self.step, group.rank, group.size, self._seed,
+            layer, level, slot.state, self.step, group.rank, group.size, self._seed,
             slot.buffers,
         )  # fmt: skip
         repeated = None
@@ -238,9 +237,7 @@ class Reduction:
             f"vector/{gradient.device}", layer.numel, layer.work_dtype, gradient.device
         )
         if pending.fresh:
-            flat = gradient.contiguous().view(-1)
-            given = Given(layer, pending.slot.state, flat, pending.unscale)
-            self._memory.compensate(given, vector)
+            self._memory.compensate(_given(pending), vector)
         else:
             vector.zero_()
         return vector
@@ -271,10 +268,7 @@ class Reduction:
         work, sent = pending.work, pending.sent
         if accepted:
             if pending.fresh:
-                flat = gradient.contiguous().view(-1)
-                own = Own(codec, work, sent)
-                given = Given(layer, slot.state, flat, pending.unscale)
-                self._memory.commit(given, own)
+                self._memory.commit(_given(pending), Own(codec, work, sent))
             codec.commit(work, sent, reduced)
         # The residual has what it needs of the gradient; now the gradient's memory is free.
         out = (
@@ -299,3 +293,9 @@ class Reduction:
         if not in_place:
             gradient.copy_(out.view(layer.shape))
         return gradient
+
+
+def _given(pending: Pending) -> Given:
+    """What the memory gets to see, the same when the vector is formed and when it is settled."""
+    flat = pending.gradient.contiguous().view(-1)
+    return Given(pending.slot.layer, pending.slot.state, flat, pending.unscale)

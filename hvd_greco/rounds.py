@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import carrier
-from .codecs.base import Codec, Level, Turn, Work
+from .codecs.base import Codec, Turn, Work
 from .exchange.base import Group
 from .identity import Slot
 from .payload import Kind, Payload, Reduced, Scope
@@ -24,20 +24,17 @@ class Pending:
     """One layer between ``compress`` and ``decompress``; what Horovod keeps as the context."""
 
     __slots__ = (
-        "check", "codec", "fresh", "gradient", "level", "round", "sent", "slot", "ticket",
-        "unscale", "work",
+        "check", "codec", "fresh", "gradient", "round", "sent", "slot", "ticket", "unscale",
+        "work",
     )  # fmt: skip
 
     work: Work
     sent: Payload
 
-    def __init__(
-        self, slot: Slot, gradient: torch.Tensor, codec: Codec, level: Level, unscale: float
-    ) -> None:
+    def __init__(self, slot: Slot, gradient: torch.Tensor, codec: Codec, unscale: float) -> None:
         self.slot = slot
         self.gradient = gradient
         self.codec = codec
-        self.level = level
         #: 1 / loss scale of this step.
         self.unscale = unscale
         #: This rank has a new gradient, and settles accounts when the step is accepted.

@@ -108,16 +108,16 @@ class ACPCodec(Codec):
         return Payload(Kind.CARRIED, sent.zero_(), own=own)
 
     def decode(self, work: Work, sent: Payload, reduced: Reduced, out: torch.Tensor) -> None:
-        left, right = self._factors(work.layer, work.level, sent.own, reduced)
+        left, right = self._factors(work.layer, sent.own, reduced)
         kernels.low_rank(left, right, out.view(work.layer.matrix))
 
     def add_own(self, work: Work, sent: Payload, vector: torch.Tensor, alpha: float) -> None:
         local = Reduced(sent.kind, sent.buffer, 1)
-        left, right = self._factors(work.layer, work.level, sent.own, local)
+        left, right = self._factors(work.layer, sent.own, local)
         kernels.add_low_rank(vector.view(work.layer.matrix), left, right, alpha)
 
     def commit(self, work: Work, sent: Payload, reduced: Reduced) -> None:
-        left, right = self._factors(work.layer, work.level, sent.own, reduced)
+        left, right = self._factors(work.layer, sent.own, reduced)
         # Scaled to a power of two first: the mean and the sum of two ranks keep the same bits.
         found = scaled_rows(right if sent.own.left else left)
         if found is None:
@@ -136,7 +136,7 @@ class ACPCodec(Codec):
         work.state.slots.pop(before, None)
 
     def _factors(
-        self, layer: Layer, level: Level, own: _Own, reduced: Reduced
+        self, layer: Layer, own: _Own, reduced: Reduced
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Left and right factor: the basis, and what was added up."""
         summed = factor(reduced, *own.factor_shape(layer))

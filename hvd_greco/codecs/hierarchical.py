@@ -12,7 +12,7 @@ from .. import kernels
 from ..layers import Given, Layer
 from ..payload import Hosts, Kind, Payload, Reduced, Scope, network_bytes
 from .base import Codec, Level, Turn, Work
-from .wrapping import WrapperCodec, kind_of
+from .wrapping import WrapperCodec
 
 if TYPE_CHECKING:
     from ..memories.base import Memory, Own
@@ -76,7 +76,6 @@ class HierarchicalCodec(WrapperCodec):
         self._leader = leaders(sizes, hosts.local_size)
         self._memory = memory
         self._own = own
-        self._kind = kind_of(inner)
 
     def context(self) -> dict[str, str]:
         return {**super().context(), "ranks on each host": str(self._hosts.local_size)}
@@ -86,7 +85,7 @@ class HierarchicalCodec(WrapperCodec):
 
     def _summed(self) -> bool:
         """The inner codec's payloads are added up between hosts, not gathered."""
-        return self._kind is not Kind.GATHER
+        return self.inner.kind is not Kind.GATHER
 
     def wire_bytes(self, layer: Layer, level: Level, size: int) -> int:
         """Bytes that *this* rank hands to collectives: a layer's leader sends more than others.
@@ -178,9 +177,9 @@ class HierarchicalCodec(WrapperCodec):
     def _back(self, reduced: Reduced) -> Reduced:
         """What the leader got from the hosts, as the inner codec expects it."""
         cross = self._hosts.cross_size
-        if self._kind is Kind.CARRIED:  # the mean, as if Horovod had carried it
+        if self.inner.kind is Kind.CARRIED:  # the mean, as if Horovod had carried it
             return Reduced(Kind.CARRIED, reduced.buffer / cross, cross)
-        return Reduced(self._kind, reduced.buffer, cross)
+        return Reduced(self.inner.kind, reduced.buffer, cross)
 
 
 def leaders(sizes: Mapping[str, int], local_size: int) -> dict[str, int]:

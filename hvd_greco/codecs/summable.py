@@ -107,9 +107,9 @@ class SummableQuantCodec(Codec):
         return Payload(Kind.GATHER, peak.view(torch.uint8), own=False)
 
     def next_round(self, turn: Turn) -> Payload:
-        layer, context = turn.work.layer, turn.work
-        assert turn.work.level is not None
-        bits, received = int(turn.work.level), turn.reduced.buffer
+        work, layer = turn.work, turn.work.layer
+        assert work.level is not None
+        bits, received = int(work.level), turn.reduced.buffer
         if received.numel() != turn.reduced.world_size * layer.work_dtype.itemsize:
             raise WireError(
                 f"layer {layer.name!r}: gathered {received.numel()} bytes of maxima from "
@@ -117,12 +117,12 @@ class SummableQuantCodec(Codec):
             )
         # NaN wins over everything, so a step that some rank must reject is NaN for all.
         scale = received.view(layer.work_dtype).amax()
-        words = context.buffers.get(
-            "words", self._words(layer, turn.work.level, context.size), torch.int32, received.device
+        words = work.buffers.get(
+            "words", self._words(layer, work.level, work.size), torch.int32, received.device
         )
         if turn.sent.own:
-            key = None if self._nearest else random_key(context)
-            width = lane_width(bits, context.size)
+            key = None if self._nearest else random_key(work)
+            width = lane_width(bits, work.size)
             kernels.quantise_lanes(turn.vector(), scale, bits, width, key, words)
         else:
             words.zero_()  # zero in every lane

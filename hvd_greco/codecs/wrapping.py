@@ -54,8 +54,7 @@ class WrapperCodec(Codec):
     """
 
     def __init__(self, inner: Codec, route: str) -> None:
-        if inner.rounds != 1:
-            kind_of(inner)  # raises
+        kind_of(inner)  # raises if it has several rounds
         self.inner = inner
         self.name = f"{inner.name}+{route}"
 

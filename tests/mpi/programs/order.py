@@ -100,22 +100,20 @@ EVERY = (
     "dense", "fp16", "bf16", "topk:0.05", "topk:0.05,values=q8", "topk:0.05,selection=sampled",
     "topk:0.05,memory=ef21", "topk:0.05,exchange=scatter", "dgc:0.05,warmup_steps=20",
     "sharedtopk:0.05", "randomk:0.05", "qsgd:4", "qsgd:4,exchange=scatter", "natural", "sign",
-    "sign,memory=ef21-sgdm", "summable:4", "powersgd:2", "acp:2",
+    "sign:memory=ef21-sgdm", "summable:4", "powersgd:2", "acp:2",
 )  # fmt: skip
 
 
 @check(sizes=(2, 4), each=EVERY)
 def no_order_stalls(world: World, spec: str) -> None:
     """case 10: 200 steps; each rank submits in orders of its own, and lacks layers of its own."""
-    name, _, options = spec.partition(",")
-    text = f"{name}{',' if ':' in name else ':'}{options}" if options else name
     shapes: dict[str, tuple[int, ...]] = {
         f"layer{i}": (40, 30) if i % 3 else (1100 + i,) for i in range(7)
     }
     shapes["small"] = (9,)
 
     def make(named: Any, **common: Any) -> greco.Compressor:
-        return methods.build(text, named, **common)
+        return methods.build(spec, named, **common)
 
     job = Job(world, make, Net(world, shapes), lr=0.01)
     assert bool(job.compressed()) == (spec != "dense")
