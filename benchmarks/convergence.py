@@ -26,12 +26,12 @@ METHODS = {
     "digits": [
         "dense", "fp16", "bf16", "topk:density=0.01", "topk:density=0.01,values=fp16",
         "topk:density=0.01,values=q8", "sharedtopk:density=0.01", "randomk:density=0.01",
-        "dgc:density=0.001,warmup_steps=45", "qsgd:bits=4", "natural", "sign",
+        "dgc:density=0.001,warmup=45", "qsgd:bits=4", "natural", "sign",
         "summable:bits=4", "powersgd:rank=4", "acp:rank=4", "topk:density=0.01,memory=ef21-sgdm",
     ],
     "text": [
         "dense", "fp16", "bf16", "topk:density=0.01", "sharedtopk:density=0.01",
-        "randomk:density=0.01", "dgc:density=0.01,warmup_steps=60", "qsgd:bits=4", "natural",
+        "randomk:density=0.01", "dgc:density=0.01,warmup=60", "qsgd:bits=4", "natural",
         "sign", "summable:bits=4", "powersgd:rank=4", "acp:rank=4",
     ],
 }  # fmt: skip

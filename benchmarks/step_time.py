@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 CONTENDERS = [
     "none", "hvd-fp16", "dense", "fp16", "bf16",
     "topk:density=0.01", "topk:density=0.01,values=fp16", "topk:density=0.01,selection=sampled",
-    "dgc:density=0.001,warmup_steps=0", "sharedtopk:density=0.01", "randomk:density=0.01",
+    "dgc:density=0.001,warmup=0", "sharedtopk:density=0.01", "randomk:density=0.01",
     "qsgd:bits=4", "natural", "sign", "summable:bits=4", "powersgd:rank=4", "acp:rank=4",
     "ddp", "ddp-powersgd:4",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from . import carrier
 from .codecs.base import Codec, Level
-from .errors import ConfigError
+from .codecs.dense import DenseCodec
 from .layers import GRADIENT_DTYPES, Layer
 from .payload import Kind, network_bytes
 from .plan import Assignment, Plan, matches
@@ -16,9 +16,10 @@ def uniform_plan(
     layers: Iterable[Layer],
     codec: Codec,
     level: Level,
-    dense: Codec,
+    dense: DenseCodec,
     *,
     size: int,
+    shared_bytes: int,
     min_numel: int,
     exclude: Sequence[str],
     context: Mapping[str, str],
@@ -27,29 +28,42 @@ def uniform_plan(
     """Assign ``codec`` at ``level`` to every layer that takes part, and ``dense`` to the others.
 
     A layer goes dense if it has fewer than ``min_numel`` elements, if its name matches a pattern
-    of ``exclude``, if its dtype is none that we compress, or if the payload would put no fewer
-    bytes on the link than its gradient does, with as many ranks as there are, or if the codec has
-    no use for its shape.
+    of ``exclude``, if its dtype is none that we compress, if the payload would hand no fewer bytes
+    to collectives than its gradient does, or put no fewer on the link with as many ranks as there
+    are, or if the codec has no use for its shape. All of them do if together they save less than
+    ``shared_bytes``, which a step with any compressed layer sends for its checks.
     """
-    if isinstance(exclude, str):
-        raise ConfigError(
-            f"exclude: needs a sequence of patterns, got {exclude!r}; pass ({exclude!r},)"
-        )
-    assignments, facts = {}, {**context, **codec.context()}
+    layers = list(layers)
+    saved = {
+        layer.name: _saved(layer, codec, level, dense, size)
+        for layer in layers
+        if size > 1
+        and layer.numel >= max(1, min_numel)
+        and layer.dtype in GRADIENT_DTYPES
+        and not matches(layer.name, exclude)
+        and codec.suits(layer, level)
+    }
+    chosen = {name for name, nbytes in saved.items() if nbytes > 0}
+    if sum(saved[name] for name in chosen) <= shared_bytes and not isinstance(codec, DenseCodec):
+        chosen = set()
+    facts = {**context, **codec.context()}
     for layer in layers:
-        tail = carrier.LENGTH * layer.work_dtype.itemsize
-        cost = codec.network_bytes(layer, level, size) + network_bytes(Kind.CARRIED, tail, size)
-        saves = cost < dense.network_bytes(layer, None, size)
-        takes_part = (
-            size > 1
-            and layer.numel >= max(1, min_numel)
-            and layer.dtype in GRADIENT_DTYPES
-            and not matches(layer.name, exclude)
-            and saves
-            and codec.suits(layer, level)
-        )
-        chosen = Assignment(codec.name, level) if takes_part else Assignment(dense.name)
-        assignments[layer.name] = chosen
         shape = "x".join(map(str, layer.shape))
         facts[f"shape of {layer.name}"] = f"{shape} {layer.dtype}"
+    assignments = {
+        layer.name: Assignment(codec.name, level)
+        if layer.name in chosen
+        else Assignment(dense.name)
+        for layer in layers
+    }
     return Plan(assignments, epoch, facts)
+
+
+def _saved(layer: Layer, codec: Codec, level: Level, dense: DenseCodec, size: int) -> int:
+    """Bytes that a rank need not hand to collectives beyond its host; 0 if the link gains none."""
+    # Plain allreduces in another dtype need no checks of their own.
+    tail = 0 if isinstance(codec, DenseCodec) else carrier.LENGTH * layer.work_dtype.itemsize
+    cost = codec.network_bytes(layer, level, size) + network_bytes(Kind.CARRIED, tail, size)
+    if cost >= dense.network_bytes(layer, None, size):
+        return 0
+    return layer.dense_bytes - codec.outgoing_bytes(layer, level, size) - tail

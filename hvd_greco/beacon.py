@@ -25,6 +25,7 @@ class _Facts(msgspec.Struct):
     rank: int
     step: int
     facts: dict[str, str]
+    repeated: list[str]
 
 
 class Beacon:
@@ -49,6 +50,8 @@ class Beacon:
         self._bad = None
         self._ticket: Any = None
         self._accepted: bool | None = None
+        #: Layers whose gradient this rank passed a second time, as it said in the collective.
+        self._repeated: frozenset[str] = frozenset()
         #: All ranks took part: none has called hvd.join().
         self.complete = True
 
@@ -71,13 +74,21 @@ class Beacon:
         else:
             self._bad = self._bad + bad.to(self._bad.device, non_blocking=True)
 
-    def launch(self, plan: Plan, step: int) -> bool:
-        """Start the collective unless it was started already; True if it was now."""
+    def launch(self, plan: Plan, step: int, repeated: frozenset[str]) -> bool:
+        """Start the collective unless it was started already; True if it was now.
+
+        Args:
+            plan: the plan in force.
+            step: the step's number.
+            repeated: dense layers whose gradient this rank has already reduced. Their tensors
+                carry no checks of their own, and all ranks must agree on them.
+        """
         if self._ticket is not None or self._accepted is not None:
             return False
         if self._group.rank < 0:
             return False
-        words = torch.tensor([1.0, 0.0, *step_words(plan, step)], dtype=torch.float64)
+        self._repeated = repeated
+        words = torch.tensor([1.0, 0.0, *step_words(plan, step, repeated)], dtype=torch.float64)
         if self._bad is not None:
             words = words.to(self._bad.device, non_blocking=True)
             words[1] = self._bad
@@ -88,7 +99,7 @@ class Beacon:
         """Whether the step may change state. Every rank gets the same answer.
 
         Raises:
-            MismatchError: ranks disagree on the plan or the step.
+            MismatchError: ranks disagree on the plan, the step, or which gradients are new.
         """
         if self._accepted is None:
             # A rank that called hvd.join() adds zeros to an allreduce, and does not count.
@@ -97,7 +108,7 @@ class Beacon:
             self.complete = present == self._group.size
             if any(
                 total != present * word
-                for total, word in zip(sums, step_words(plan, step), strict=True)
+                for total, word in zip(sums, step_words(plan, step, self._repeated), strict=True)
             ):
                 raise MismatchError(self._difference(plan, step))
             self._accepted = bad == 0
@@ -105,7 +116,9 @@ class Beacon:
 
     def _difference(self, plan: Plan, step: int) -> str:
         """What differs between which ranks. Every rank comes here, so a collective is safe."""
-        mine = msgspec.json.encode(_Facts(self._group.global_rank, step, plan.describe()))
+        mine = msgspec.json.encode(
+            _Facts(self._group.global_rank, step, plan.describe(), sorted(self._repeated))
+        )
         framed = len(mine).to_bytes(8, "little") + mine
         payload = Payload(Kind.GATHER, torch.frombuffer(bytearray(framed), dtype=torch.uint8))
         gathered = self._group.wait(self._group.submit(f"{self._name}/facts", payload)).buffer
@@ -125,6 +138,14 @@ class Beacon:
                     f"rank {first.rank} is at step {first.step}, rank {other.rank} at step "
                     f"{other.step}: every rank must call synchronize() or step() equally often, "
                     "and resume from checkpoints of one step"
+                )
+            for name in sorted({*first.repeated} ^ {*other.repeated}):
+                pair = (first, other) if name in first.repeated else (other, first)
+                return (
+                    f"layer {name!r}: the gradient had already been reduced on rank "
+                    f"{pair[0].rank}, and is new on rank {pair[1].rank}. Call "
+                    "optimizer.zero_grad() for all parameters before each backward pass, and "
+                    "synchronize() equally often on all ranks"
                 )
         return "ranks disagree, but report the same plan and step; please report this as a bug"
 

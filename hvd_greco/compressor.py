@@ -15,7 +15,7 @@ from .assign import uniform_plan
 from .beacon import Beacon
 from .codecs.base import Codec, Level
 from .codecs.dense import DenseCodec
-from .config import check_count
+from .config import check_callable, check_count, check_name, check_patterns
 from .errors import ConfigError
 from .exchange.base import Group
 from .identity import Directory, calling_optimizer
@@ -95,30 +95,26 @@ class Compressor:
         group: Group | None = None,
     ) -> None:
         self._group = group or _horovod_group(type(self).__name__, process_set)
-        if loss_scale is not None and not callable(loss_scale):
-            raise ConfigError(
-                f"loss_scale: needs a callable such as scaler.get_scale, got {loss_scale!r}"
-            )
-        self._loss_scale = loss_scale
+        self._loss_scale = check_callable("loss_scale", loss_scale, "scaler.get_scale")
         self._seed = check_count("seed", seed)
         pairs = check_named_parameters(named_parameters)
         sizes = {layer: parameter.numel() for layer, parameter in pairs}
         codec, self._memory = routed(exchange, codec, _memory(memory, codec), self._group, sizes)
         self._codec = codec
         codec.adapt_to(self._memory.name)
-        dense = DenseCodec()
-        self._codecs: dict[str, Codec] = {dense.name: dense, codec.name: codec}
+        self._dense = DenseCodec()
+        self._codecs: dict[str, Codec] = {self._dense.name: self._dense, codec.name: codec}
         self._memory.bind(dict(pairs), max(1, self._group.size))
         # What never keeps a residual need not know which gradients are new.
         self._directory = Directory(pairs, watch=not isinstance(codec, DenseCodec))
-        self._schedule = schedule
+        self._schedule = check_callable("schedule", schedule, "lambda step: 0.01")
         self._min_numel = check_count("min_numel", min_numel)
-        self._exclude = exclude
+        self._exclude = check_patterns("exclude", exclude)
         self._level = codec.check_level(schedule(0) if schedule else level)
         if exchange == "allgather":
             check_allgather(codec)
         self.plan = self._uniform_plan(epoch=0)
-        prefix = f"greco/{name or _next_name(self._group)}"
+        prefix = f"greco/{check_name('name', name) or _next_name(self._group)}"
         self._reduction = Reduction(self._group, self._memory, prefix, self._seed)
         self._lock = threading.RLock()
         self.last_report: StepReport | None = None
@@ -126,18 +122,23 @@ class Compressor:
     # -- what users may ask ------------------------------------------------------------------
 
     def wire_bytes(self) -> int:
-        """Bytes this rank will hand to collectives in a step in which every layer takes part."""
-        total, checked, private = 0, False, False
+        """Bytes this rank will hand to collectives in the next step, if it has every gradient.
+
+        Exact for the plan in force, but where the data decides (``selection="sampled"``): there
+        it is the most that can be.
+        """
+        total, checked, private = 0, self._memory.serves_dense, False
         for slot in self._directory.slots:
             if slot.layer.name not in self._directory.trainable:
                 continue
             assignment = self.plan[slot.layer]
             codec = self._codecs[assignment.codec]
-            total += codec.wire_bytes(slot.layer, assignment.level, self._group.size)
+            total += codec.step_bytes(self._reduction.work(slot, assignment.level))
             if not isinstance(codec, DenseCodec):
                 total += carrier.LENGTH * slot.layer.work_dtype.itemsize
                 checked = True
             private = private or codec.kind is not Kind.CARRIED
+        checked = checked and total > 0
         return total + (Beacon.NBYTES if checked else 0) + (Rounds.NBYTES if private else 0)
 
     def memory_bytes(self) -> dict[str, int]:
@@ -235,8 +236,9 @@ class Compressor:
             [slot.layer for slot in self._directory.slots],
             self._codec,
             self._level,
-            self._codecs["dense"],
+            self._dense,
             size=max(1, self._group.size),
+            shared_bytes=Beacon.NBYTES + Rounds.NBYTES,
             min_numel=self._min_numel,
             exclude=self._exclude,
             context={"memory": self._memory.describe(), "seed": str(self._seed)},

@@ -20,6 +20,14 @@ from .errors import ConfigError
 GRADIENT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+def carried_dtype(dtype: torch.dtype) -> torch.dtype:
+    """dtype in which Horovod's allreduce takes a gradient: its own, but fp32 for bf16.
+
+    Horovod cannot add up bf16. Other dtypes it refuses by itself, and says so.
+    """
+    return torch.float32 if dtype == torch.bfloat16 else dtype
+
+
 @dataclass(frozen=True)
 class Layer:
     """One parameter, as every rank sees it.
@@ -48,8 +56,8 @@ class Layer:
 
     @cached_property
     def dense_bytes(self) -> int:
-        """Bytes of the uncompressed gradient."""
-        return self.numel * self.dtype.itemsize
+        """Bytes of the uncompressed gradient on the wire: 4 an element for bf16, see there."""
+        return self.numel * carried_dtype(self.dtype).itemsize
 
     @property
     def matrix(self) -> tuple[int, int]:

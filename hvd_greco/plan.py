@@ -70,14 +70,17 @@ class Plan:
         return hasher.digest()
 
 
-def step_words(plan: Plan, step: int) -> tuple[float, float]:
-    """Two 40-bit integers, as floats, that mix a plan's digest with the step.
+def step_words(
+    plan: Plan, step: int, repeated: frozenset[str] = frozenset()
+) -> tuple[float, float]:
+    """Two 40-bit integers, as floats, that mix a plan's digest, the step, and ``repeated``.
 
     Sums of up to 8,192 of them are exact in fp64. Each rank compares the sum with N times its own
     word: with hashes, that fails on every rank as soon as one rank differs, which is what lets
     all ranks go on together to find out what differs.
     """
-    mixed = hashlib.blake2b(step.to_bytes(8, "little"), key=plan.digest, digest_size=10).digest()
+    facts = step.to_bytes(8, "little") + "\x1f".join(sorted(repeated)).encode()
+    mixed = hashlib.blake2b(facts, key=plan.digest, digest_size=10).digest()
     return float(int.from_bytes(mixed[:5], "little")), float(int.from_bytes(mixed[5:], "little"))
 
 

@@ -51,14 +51,24 @@ class Reduction:
         self._factor = 1.0
         #: Finished dense layers of this step that the memory shall see if it is accepted.
         self._dense: list[Pending] = []
-        #: The plan has layers that are not plainly dense.
+        #: Some layers' state depends on whether the whole step is accepted.
         self._mixed = False
-        #: A layer of this step is not plainly dense, so the step needs a beacon.
+        #: A layer of this step has such state, so the step needs a beacon.
         self._checked = False
+        #: Dense layers of this step whose gradient was reduced before.
+        self._repeated: set[str] = set()
 
     def scratch_bytes(self) -> int:
         """Bytes of buffers that all layers share."""
         return self._scratch.nbytes()
+
+    def work(self, slot: Slot, level: Level) -> Work:
+        """A layer in the present step, or the next one if none has begun."""
+        group = self._group
+        return Work(
+            slot.layer, level, slot.state, self.step, group.rank, group.size, self._seed,
+            slot.buffers,
+        )  # fmt: skip
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -67,13 +77,14 @@ class Reduction:
         self._beacon.reset()
         self._rounds.reset()
         self._checked = False
+        self._repeated = set()
         self._unscale = unscale
 
     def adopt(self, plan: Plan, codecs: Mapping[str, Codec]) -> None:
         """Follow a plan from here on. What was started under another one is finished as it is."""
         self._plan = plan
         compresses = any(not isinstance(codecs[name], DenseCodec) for name in plan.codecs)
-        self._mixed = self._checked or compresses
+        self._mixed = self._checked or compresses or self._memory.serves_dense
 
     def unfinished(self, name: str) -> bool:
         """Whether a layer is between :meth:`start` and :meth:`finish`."""
@@ -114,6 +125,8 @@ class Reduction:
             result = self._finish_dense(pending, tensor)
         else:
             result = self._finish(pending, tensor)
+        # From here on a dense layer's memory works on what the optimizer gets.
+        result = pending.gradient = _laid_out(result, pending.slot.parameter)
         pending.slot.mark_reduced(result)
         self._rounds.pending.pop(pending.slot.layer.name, None)
         return result
@@ -149,15 +162,23 @@ class Reduction:
     def _launch_beacon(self) -> None:
         if not self._checked:
             return
-        if self._beacon.launch(self._plan, self.step) and self._group.rank >= 0:
+        repeated = frozenset(self._repeated)
+        if self._beacon.launch(self._plan, self.step, repeated) and self._group.rank >= 0:
             self._ledger.add(None, Kind.SUM, Beacon.NBYTES, self._group.size)
 
     # -- one layer ---------------------------------------------------------------------------
 
     def _start_dense(self, pending: Pending, codec: DenseCodec) -> torch.Tensor:
         slot, gradient = pending.slot, pending.gradient
-        # Reduced a second time, a mean stays what it is; only the memory must not see it again.
-        pending.fresh = slot.fresh or not slot.already_reduced(gradient)
+        if self._memory.serves_dense:
+            # Reduced a second time, a mean stays what it is, but the memory must not see it
+            # again; on that, all ranks must be of one mind. Zeros are what Horovod made up for a
+            # missing gradient, or was left after zero_grad(set_to_none=False): never "reduced
+            # before", whatever version and address say.
+            self._checked = True
+            if not slot.fresh and slot.already_reduced(gradient) and bool(gradient.any()):
+                pending.fresh = False
+                self._repeated.add(slot.layer.name)
         slot.fresh = False
         if self._mixed:
             # Its overflow makes a scaler skip the step, so compressed layers must not move on.
@@ -174,6 +195,8 @@ class Reduction:
         # Stock Horovod reduced the gradient itself unless it had to be converted or laid out anew.
         if tensor is not pending.gradient:
             pending.gradient.copy_(tensor)
+        if self._memory.serves_dense:
+            self._beacon.wait(self._plan, self.step)
         if self._memory.serves_dense and pending.fresh:
             if pending.slot.parameter.grad is not pending.gradient:
                 self._deliver_dense(pending)  # Horovod takes a copy (sparse_as_dense)
@@ -192,11 +215,8 @@ class Reduction:
 
     def _start(self, pending: Pending, level: Level) -> torch.Tensor:
         slot, codec, gradient = pending.slot, pending.codec, pending.gradient
-        layer, group = slot.layer, self._group
-        work = pending.work = Work(
-            layer, level, slot.state, self.step, group.rank, group.size, self._seed,
-            slot.buffers,
-        )  # fmt: skip
+        layer = slot.layer
+        work = pending.work = self.work(slot, level)
         repeated = None
         if not slot.fresh:
             if not bool(gradient.any()):
@@ -293,6 +313,19 @@ class Reduction:
         if not in_place:
             gradient.copy_(out.view(layer.shape))
         return gradient
+
+
+def _laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient in its parameter's memory layout: itself, but where they differ.
+
+    A rank without a gradient gets contiguous zeros from Horovod, while autograd follows the
+    parameter (channels-last). Of equal values in unlike layouts torch's half-precision updates
+    make weights that differ in the last bit.
+    """
+    strides = zip(gradient.shape, gradient.stride(), parameter.stride(), strict=True)
+    if gradient.shape != parameter.shape or all(n == 1 or a == b for n, a, b in strides):
+        return gradient
+    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
 
 def _given(pending: Pending) -> Given:

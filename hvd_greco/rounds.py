@@ -138,9 +138,8 @@ class Rounds:
         size = self._group.part_size(sent.scope)
         if sent.kind is Kind.NOTHING or (size == 1 and sent.scope is not Scope.ALL):
             return
-        # What stays inside a host is handed to a collective, but put on no link.
-        link = 1 if sent.scope is Scope.LOCAL else size
-        self._ledger.add(layer, sent.kind, sent.nbytes, link)
+        local = sent.scope is Scope.LOCAL
+        self._ledger.add(layer, sent.kind, sent.nbytes, size, local)
 
     def advance(self) -> bool:
         """Move on every multi-round exchange whose present round is done; never waits.

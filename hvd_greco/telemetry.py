@@ -16,13 +16,17 @@ class LayerReport:
         codec: its codec.
         level: its level, or None.
         sent_bytes: bytes handed to collectives, the carrier included.
-        dense_bytes: bytes of its uncompressed gradient.
+        local_bytes: those of them that went to collectives inside a host
+            (``exchange="hierarchical"``), and were put on no link.
+        dense_bytes: bytes of its uncompressed gradient, as ``greco.Dense`` would send it: its own
+            dtype, but fp32 for bf16, which Horovod cannot add up.
     """
 
     name: str
     codec: str
     level: float | int | None
     sent_bytes: int
+    local_bytes: int
     dense_bytes: int
 
 
@@ -58,8 +62,9 @@ class StepReport:
 
     @property
     def ratio(self) -> float:
-        """``dense_bytes / sent_bytes``."""
-        return self.dense_bytes / self.sent_bytes if self.sent_bytes else float("nan")
+        """``dense_bytes`` by what was sent beyond this host: ``sent_bytes - local_bytes``."""
+        outgoing = self.sent_bytes - sum(layer.local_bytes for layer in self.layers)
+        return self.dense_bytes / outgoing if outgoing else float("nan")
 
 
 class Ledger:
@@ -67,25 +72,40 @@ class Ledger:
 
     def __init__(self) -> None:
         self._sent: dict[str, int] = {}
+        self._local: dict[str, int] = {}
         self._beacon = 0
         self._network = 0
 
-    def add(self, layer: str | None, kind: Kind, nbytes: int, world_size: int) -> None:
-        """Count one collective; ``layer`` None means what all layers share."""
+    def add(
+        self, layer: str | None, kind: Kind, nbytes: int, world_size: int, local: bool = False
+    ) -> None:
+        """Count one collective.
+
+        Args:
+            layer: whose; None for what all layers share.
+            kind: of the collective.
+            nbytes: handed to it.
+            world_size: ranks that take part.
+            local: all of them are on one host.
+        """
+        if local and layer is not None:
+            self._local[layer] = self._local.get(layer, 0) + nbytes
         if layer is None:
             self._beacon += nbytes
         else:
             self._sent[layer] = self._sent.get(layer, 0) + nbytes
-        self._network += network_bytes(kind, nbytes, world_size)
+        self._network += 0 if local else network_bytes(kind, nbytes, world_size)
 
     def close(
         self, step: int, facts: dict[str, tuple[str, float | int | None, int]], nonfinite: bool
     ) -> StepReport:
         """The report of the step; ``facts`` maps a layer to its codec, level and dense bytes."""
         layers = tuple(
-            LayerReport(name, codec, level, self._sent.get(name, 0), dense)
+            LayerReport(
+                name, codec, level, self._sent.get(name, 0), self._local.get(name, 0), dense
+            )
             for name, (codec, level, dense) in facts.items()
         )
         report = StepReport(step, layers, self._beacon, self._network, nonfinite)
-        self._sent, self._beacon, self._network = {}, 0, 0
+        self._sent, self._local, self._beacon, self._network = {}, {}, 0, 0
         return report

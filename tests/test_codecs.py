@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from hvd_greco import registry
 from hvd_greco.codecs.acp import ACPCodec
 from hvd_greco.codecs.base import Codec
 from hvd_greco.codecs.dense import BF16Codec, DenseCodec
@@ -52,8 +53,9 @@ class Row:
 
     ``rounding``: how far the mean may be from dense, relative to the largest entry that went in;
     None for codecs that drop something.
-    ``exact_bytes``: every payload has the same size; else ``wire_bytes()`` is the largest.
+    ``exact_bytes``: ``wire_bytes()`` is what is sent; else it is the most that may be.
     ``absent_keeps``: without a gradient, a rank's residual stays what it was.
+    ``remembers``: with no gradient anywhere, there may be something to send all the same.
     """
 
     make: Any
@@ -62,6 +64,7 @@ class Row:
     memory: str = "none"
     exact_bytes: bool = True
     absent_keeps: bool = True
+    remembers: bool = False
 
     @property
     def feedback(self) -> bool:
@@ -80,15 +83,20 @@ ROWS = {
     "randomk-10%": Row(RandomKCodec, 0.1, None, "ef"),
     "powersgd-4": Row(PowerSGDCodec, 4, None, "ef"),
     "powersgd-clamped": Row(PowerSGDCodec, 1000, None, "ef"),
-    "acp-4": Row(ACPCodec, 4, None, "ef", False),
+    "acp-4": Row(ACPCodec, 4, None, "ef"),
     "topk-all-fp16": Row(lambda: TopKCodec("fp16"), 1.0, 2e-3, "ef"),
     "topk-5%-fp16": Row(lambda: TopKCodec("fp16"), 0.05, None, "ef"),
     "topk-all-q8": Row(lambda: TopKCodec("q8"), 1.0, 1e-2, "ef"),
     "topk-30%-q4": Row(lambda: TopKCodec("q4"), 0.3, None, "ef"),
     "topk-sampled": Row(lambda: TopKCodec("fp16", "sampled"), 0.1, None, "ef", False),
-    "sharedtopk-all": Row(SharedTopKCodec, 1.0, 1e-6, "ef", False),
-    "sharedtopk-5%": Row(SharedTopKCodec, 0.05, None, "ef", False),
-    "dgc-codec": Row(DGCCodec, 0.02, None, "ef"),
+    "sharedtopk-all": Row(SharedTopKCodec, 1.0, 1e-6, "ef"),
+    "sharedtopk-5%": Row(SharedTopKCodec, 0.05, None, "ef"),
+    "dgc": Row(DGCCodec, 0.02, None, "dgc", absent_keeps=False, remembers=True),
+    "dgc-ef": Row(DGCCodec, 0.02, None, "ef"),
+    "topk-ef21": Row(TopKCodec, 0.1, None, "ef21", remembers=True),
+    "qsgd-4-ef21": Row(QSGDCodec, 4, None, "ef21", remembers=True),
+    "sign-ef21-sgdm": Row(SignCodec, None, None, "ef21-sgdm", remembers=True),
+    "acp-2-ef21": Row(ACPCodec, 2, None, "ef21", remembers=True),
     "qsgd-8": Row(QSGDCodec, 8, 1e-2),
     "qsgd-4": Row(QSGDCodec, 4, None),
     "qsgd-3-l2": Row(lambda: QSGDCodec(bucket=64, norm="l2"), 3, None),
@@ -109,6 +117,15 @@ ROWS["topk-10%-scatter"] = Row(
     lambda: ScatterReduceCodec(TopKCodec()), 0.1, None, "ef", absent_keeps=False
 )
 ROWS["qsgd-8-scatter"] = Row(lambda: ScatterReduceCodec(QSGDCodec()), 8, 2e-2)
+
+
+def test_every_codec_and_memory_is_in_the_table() -> None:
+    """What is registered later must come here as well."""
+    tried = {row.make().name for row in ROWS.values()}
+    assert {*registry.codecs()} <= tried
+    assert {*registry.memories()} == {row.memory for row in ROWS.values()}
+
+
 FEEDBACK = [name for name, row in ROWS.items() if row.feedback]
 SIZES = (1, 2, 3, 4, 8)
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -241,13 +258,112 @@ def test_layouts_do_not_matter(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("layout", ["channels last", "transposed", "every other"])
+def test_weights_agree_in_every_layout(name: str, dtype: torch.dtype, layout: str) -> None:
+    """A rank without a gradient gets contiguous zeros; weights must agree to the last bit."""
+    turn = {
+        "channels last": lambda g: g.to(memory_format=torch.channels_last),
+        "transposed": lambda g: g.transpose(0, 1),
+        "every other": lambda g: g.repeat_interleave(2, dim=3)[..., ::2],
+    }[layout]
+    gradients: Any = gaussian({"conv": (8, 4, 5, 3)}, 3, steps=3, dtype=dtype)
+    for step in range(3):
+        for rank in range(3):
+            gradients[step][rank]["conv"] = turn(gradients[step][rank]["conv"])
+        gradients[step][step % 3]["conv"] = None
+    outcomes = run(gradients, build(ROWS[name]), rate=0.3)
+    for outcome in outcomes:
+        parameter = outcome.parameters["conv"]
+        assert torch.equal(parameter, outcomes[0].parameters["conv"])
+        assert parameter.grad.stride() == parameter.stride()
+
+
+def _heavy(generator: torch.Generator, shape: tuple[int, ...]) -> torch.Tensor:
+    # Cauchy: a few entries carry nearly all of the norm.
+    u = torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5
+    return torch.tan(u * torch.pi).float().clamp(-1e6, 1e6)
+
+
+VALUES: dict[str, Any] = {
+    "constant": lambda generator, shape: torch.full(shape, 0.3),
+    "heavy-tailed": _heavy,
+    "huge": lambda generator, shape: 1e37 * torch.randn(shape, generator=generator),
+    "tiny": lambda generator, shape: 1e-37 * torch.randn(shape, generator=generator),
+    "subnormal": lambda generator, shape: 1e-41 * torch.randn(shape, generator=generator),
+    "mostly zero": lambda generator, shape: (
+        torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < 0.02)
+    ),
+    "one entry": lambda generator, shape: torch.eye(*shape) * (torch.arange(shape[1]) == 7),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("values", VALUES)
+def test_values_of_every_kind(name: str, values: str) -> None:
+    """Cases 19 and 27: finite in, finite out, alike on all ranks, and nothing is lost."""
+    generator = torch.Generator().manual_seed(5)
+    gradients: Any = [
+        [{"w": VALUES[values](generator, (40, 30))} for _ in range(3)] for _ in range(4)
+    ]
+    outcomes = run(gradients, build(ROWS[name]), average=False)
+    largest = max(rank["w"].abs().max() for step in gradients for rank in step)
+    before = torch.zeros(40, 30, dtype=torch.float64)
+    for step in range(4):
+        result = outcomes[0].results[step]["w"]
+        assert all(torch.equal(result, other.results[step]["w"]) for other in outcomes)
+        # fp16 on the wire ends at 65,504, as its docs say.
+        assert result.isfinite().all() or (name == "fp16" and values == "huge")
+        if ROWS[name].feedback:
+            held = sum(outcome.residuals[step]["w"].double() for outcome in outcomes)
+            put_in = sum(rank["w"].double() for rank in gradients[step]) + before
+            error = (result.double() + held - put_in).abs().max()
+            assert error <= 1e-4 * float(largest) + 1e-43  # subnormals are 1.4e-45 apart
+            before = held
+
+
+@pytest.mark.parametrize("name", ROWS)
 def test_bytes_are_known_before_and_counted_after(name: str) -> None:
     shapes = {"matrix": (40, 30), "odd": (1237,), "conv": (8, 4, 3, 3)}
     for size in (2, 3, 5):
-        for outcome in run(gaussian(shapes, size, steps=2), build(ROWS[name])):
-            sent, stated = outcome.reports[-1].sent_bytes, outcome.compressor.wire_bytes()
-            assert sent == stated if ROWS[name].exact_bytes else 0.4 * stated < sent <= stated
-            assert {layer.name for layer in outcome.reports[-1].layers} == set(shapes)
+        for outcome in run(gaussian(shapes, size, steps=4), build(ROWS[name])):
+            for report, stated in zip(outcome.reports, outcome.announced, strict=True):
+                sent = report.sent_bytes
+                assert sent == stated if ROWS[name].exact_bytes else 0.4 * stated < sent <= stated
+                assert {layer.name for layer in report.layers} == set(shapes)
+
+
+#: Levels at which a codec hardly saves anything, or nothing.
+HARDLY = {
+    "randomk-70%": Row(RandomKCodec, 0.7, None, "ef"),
+    "randomk-99%": Row(RandomKCodec, 0.985, None, "ef"),
+    "sharedtopk-50%": Row(SharedTopKCodec, 0.5, None, "ef"),
+    "sharedtopk-96%": Row(SharedTopKCodec, 0.96, None, "ef"),
+    "topk-30%-scatter": Row(lambda: ScatterReduceCodec(TopKCodec()), 0.6, None, "ef"),
+    "powersgd-20": Row(PowerSGDCodec, 17, None, "ef"),
+    "acp-20": Row(ACPCodec, 17, None, "ef"),
+}
+
+
+@pytest.mark.parametrize("name", [*ROWS, *HARDLY])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_nothing_grows_that_is_compressed(name: str, dtype: torch.dtype) -> None:
+    """Case 29: what is compressed sends less than dense, whatever the dtype and the ranks."""
+    row = {**ROWS, **HARDLY}[name]
+
+    def make(pairs: list[tuple[str, torch.Tensor]], member: LocalMember) -> Compressor:
+        options: Any = {"memory": row.memory, "group": member, "min_numel": 0}
+        return Compressor(pairs, row.make(), row.level, **options)
+
+    shapes = {"matrix": (40, 30), "odd": (137,), "one": (1,), "conv": (8, 4, 3, 3)}
+    for size in (2, 3, 8):
+        for outcome in run(gaussian(shapes, size, steps=2, dtype=dtype), make):
+            for report in outcome.reports:
+                for layer in report.layers:
+                    assert layer.codec == "dense" or layer.sent_bytes < layer.dense_bytes
+                assert report.ratio >= 1
+                each = 4 if dtype == torch.bfloat16 else dtype.itemsize
+                assert report.dense_bytes == (1200 + 137 + 1 + 288) * each
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -288,7 +404,31 @@ def test_absent_gradients_contribute_nothing(name: str) -> None:
                 torch.testing.assert_close(
                     result, dense + torch.zeros_like(result), atol=3e-2, rtol=0
                 )
-    assert not outcomes[0].results[4]["a"].any()
+    assert ROWS[name].remembers or not outcomes[0].results[4]["a"].any()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_no_trace_of_the_step_before_misleads(name: str) -> None:
+    """Cases 5 and 13: gradients zeroed in place, and versions that stand still.
+
+    "c" is dense, and has no checks of its own on the wire.
+    """
+    gradients = gaussian({"a": (40, 9), "b": (77,), "c": (5,)}, 3, steps=8)
+    for step in range(1, 8):
+        for layer in ("a", "b", "c")[: 1 + step % 3] if step % 2 else ("c",):
+            gradients[step][step % 3][layer] = None
+
+    def make(pairs: list[tuple[str, torch.Tensor]], member: LocalMember) -> Compressor:
+        compressor = build(ROWS[name])(pairs, member)
+        assignments = {**compressor.plan.assignments, "c": Assignment("dense")}
+        compressor.plan = Plan(assignments, context=compressor.plan.context)
+        return compressor
+
+    outcomes = run(gradients, make, rate=0.1, in_place=True)
+    for outcome in outcomes[1:]:
+        for layer, parameter in outcome.parameters.items():
+            assert torch.equal(parameter, outcomes[0].parameters[layer])
+            assert {*outcome.states[-1][layer]} == {*outcomes[0].states[-1][layer]}
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -307,7 +447,10 @@ def test_a_nonfinite_step_leaves_no_trace(name: str, poison: float) -> None:
             before, after = outcome.residuals[1][layer], outcome.residuals[2][layer]
             assert (before is None) == (after is None)
             assert before is None or torch.equal(before, after)
-        if ROWS[name].feedback:
+            before, after = outcome.states[1][layer], outcome.states[2][layer]
+            assert {*before} == {*after}
+            assert all(torch.equal(before[key], after[key]) for key in before)
+        if ROWS[name].memory != "none":
             assert outcome.reports[2].nonfinite
             assert not outcome.reports[3].nonfinite
         assert torch.isfinite(outcome.results[3]["a"]).all()

@@ -398,7 +398,10 @@ def test_hierarchical_bytes_are_known_and_counted(
 ) -> None:
     outcomes = run(gaussian(SHAPES, size, steps=2), make("hierarchical", codec), hosts=hosts)
     for outcome in outcomes:
-        assert outcome.reports[-1].sent_bytes == outcome.compressor.wire_bytes()
+        report = outcome.reports[-1]
+        assert report.sent_bytes == outcome.announced[-1]
+        # Case 29: dense rounds inside a host are not what was compressed.
+        assert report.ratio > 1
 
 
 def test_only_what_leaves_a_host_counts_as_network() -> None:

@@ -61,7 +61,7 @@ class ACPCodec(Codec):
     time than PowerSGD; in fast-changing phases its projection lags behind.
 
     The level is the rank r, chosen as for PowerSGD. A layer of n by m (shape[0] by the rest)
-    sends 4 r n and 4 r m bytes in turn, in fp32; ``wire_bytes()`` is the larger one. Horovod
+    sends 4 r n and 4 r m bytes in turn, in fp32. Horovod
     negotiates anew about a tensor whose size changes; measured, that costs nothing beside the
     step (288 ms, and 292 with both turns padded, on a busy machine), and for oblong layers
     padding sends up to twice the bytes. A rank above min(n, m) counts as that. When the rank
@@ -87,6 +87,11 @@ class ACPCodec(Codec):
 
     def wire_bytes(self, layer: Layer, level: Level, size: int) -> int:
         return rank_of(layer, level) * max(layer.matrix) * layer.work_dtype.itemsize
+
+    def step_bytes(self, work: Work) -> int:
+        rank, (n, m) = rank_of(work.layer, work.level), work.layer.matrix
+        held = work.state.slots.get(_LEFT)
+        return rank * (n if held is None else m) * work.layer.work_dtype.itemsize
 
     def network_bytes(self, layer: Layer, level: Level, size: int) -> int:
         # The mean of two steps: what counts when levels are compared.

@@ -113,11 +113,20 @@ class Codec(ABC):
 
     @abstractmethod
     def wire_bytes(self, layer: Layer, level: Level, size: int) -> int:
-        """Exact bytes that a rank hands to collectives in one step, over all rounds.
+        """Bytes that a rank hands to collectives in one step, over all rounds.
 
-        The most it can be, where ranks take turns or the data decides (say so in the docs).
-        The carrier that rides Horovod's own allreduce is the compressor's, and not included.
+        The most it can be, where ranks or factors take turns (:meth:`step_bytes` is exact then) or
+        the data decides (say so in the docs). The carrier that rides Horovod's own allreduce is
+        the compressor's, and not included.
         """
+
+    def step_bytes(self, work: Work) -> int:
+        """Bytes that this rank hands to collectives in that very step, if it has a gradient."""
+        return self.wire_bytes(work.layer, work.level, work.size)
+
+    def outgoing_bytes(self, layer: Layer, level: Level, size: int) -> int:
+        """What any rank hands at most to collectives beyond its host; the same on all ranks."""
+        return self.wire_bytes(layer, level, size)
 
     def network_bytes(self, layer: Layer, level: Level, size: int) -> int:
         """Bytes a rank must put on the link in one step (see ``payload.network_bytes``).

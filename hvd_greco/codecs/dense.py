@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..errors import ConfigError, WireError
-from ..layers import Layer
+from ..layers import Layer, carried_dtype
 from ..payload import Kind, Payload, Reduced, network_bytes
 from ..registry import register_codec
 from .base import Codec, Level, Turn, Work
 
-#: What stock Horovod's allreduce adds up by itself.
-CARRIED_DTYPES = (torch.float16, torch.float32, torch.float64)
 WIRES = {"native": None, "fp32": torch.float32, "fp16": torch.float16}
 
 
@@ -43,7 +41,7 @@ class DenseCodec(Codec):
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """dtype on the wire for gradients of ``dtype``."""
-        return WIRES[self.wire] or (dtype if dtype in CARRIED_DTYPES else torch.float32)
+        return WIRES[self.wire] or carried_dtype(dtype)
 
     def wire_bytes(self, layer: Layer, level: Level, size: int) -> int:
         return layer.numel * self.wire_dtype(layer.dtype).itemsize

@@ -33,13 +33,13 @@ def assemble(
     nesterov: bool = False,
     clip: float | None = None,
     weight_decay: float = 0.0,
-    warmup_steps: int = 0,
+    warmup: int = 0,
     values: str = "fp32",
     selection: str = "exact",
 ) -> dict[str, Any]:
     """The codec, memory and schedule of DGC; see :class:`DGCCodec`."""
     density = check_density("density", density)
-    steps = check_count("warmup_steps", warmup_steps)
+    steps = check_count("warmup", warmup)
     return {
         "codec": DGCCodec(values, selection),
         "level": density,
@@ -82,7 +82,7 @@ class DGCCodec(TopKCodec):
             ``clip / sqrt(N)`` before accumulating it, by the norm of each **layer**: the paper
             clips by the norm of all layers, which no hook knows. None: none.
         weight_decay: as in ``torch.optim.SGD``, added on each rank before the momentum.
-        warmup_steps: steps at each of the densities 0.25, 0.0625, 0.015625 and 0.004 that lie
+        warmup: steps at each of the densities 0.25, 0.0625, 0.015625 and 0.004 that lie
             above ``density``, before it is used; the paper takes one epoch for each. 0: none.
         values: form of the values on the wire, as for :class:`TopK`.
         selection: ``"exact"`` or ``"sampled"``, as for :class:`TopK`; the paper samples.

@@ -92,13 +92,24 @@ class HierarchicalCodec(WrapperCodec):
 
         The one codec whose answer differs between ranks; plans use :meth:`network_bytes`.
         """
+        cross = self._hosts.cross_size
+        return self._bytes(layer, self.inner.wire_bytes(layer, level, cross))
+
+    def step_bytes(self, work: Work) -> int:
+        return self._bytes(work.layer, self.inner.step_bytes(self._between_hosts(work)))
+
+    def _bytes(self, layer: Layer, payload: int) -> int:
+        """Bytes of all three rounds, where a leader's payload has as many as that."""
         local, cross = self._hosts.local_size, self._hosts.cross_size
-        payload = self.inner.wire_bytes(layer, level, cross)
         total = (layer.numel + 1) * layer.work_dtype.itemsize if local > 1 else 0
         if self._leads(layer):
             total += payload if cross > 1 else 0
             total += (payload if self._summed() else payload * cross) if local > 1 else 0
         return total
+
+    def outgoing_bytes(self, layer: Layer, level: Level, size: int) -> int:
+        cross = self._hosts.cross_size
+        return self.inner.outgoing_bytes(layer, level, cross) if cross > 1 else 0
 
     def network_bytes(self, layer: Layer, level: Level, size: int) -> int:
         """Bytes that a layer's leader puts on the link between hosts, the only one that counts."""

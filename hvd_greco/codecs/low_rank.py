@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .. import kernels
-from ..config import check_count
+from ..config import check_level_count
 from ..errors import ConfigError, WireError
 from ..layers import Layer
 from ..payload import Reduced
@@ -23,10 +23,8 @@ _MENU = (1, 2, 4, 8, 16, 32, 64)
 
 def check_rank(level: Level) -> int:
     """A rank: a whole number of at least 1 (a float such as 4.0 from a controller counts)."""
-    if isinstance(level, float) and level.is_integer():
-        level = int(level)
     try:
-        return check_count("rank", level, minimum=1)
+        return check_level_count("rank", level, minimum=1)
     except ConfigError as error:
         raise ConfigError(f"{error}; 4 is usual") from None
 

@@ -7,7 +7,7 @@ from abc import abstractmethod
 
 import torch
 
-from ..config import check_count
+from ..config import check_level_count
 from ..errors import ConfigError
 from ..layers import Layer
 from ..payload import Kind, Payload, Reduced
@@ -26,7 +26,7 @@ def random_key(work: Work) -> tuple[int, int]:
 
 def check_bits(level: Level) -> int:
     """A level that counts bits: a whole number, 2 to 8."""
-    bits = check_count("bits", level, minimum=2)
+    bits = check_level_count("bits", level, minimum=2)
     if bits > 8:
         raise ConfigError(f"bits: {level!r} is above 8; use 2 to 8, or greco.Dense(wire='fp16')")
     return bits

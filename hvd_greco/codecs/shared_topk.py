@@ -38,8 +38,7 @@ class SharedTopKCodec(Codec):
 
     The level is the density in (0, 1]: start from 0.01. Memory: one fp32 copy of the compressed
     layers for error feedback. Bytes: 4 a kept value (8 for fp64 gradients) and, from the leader,
-    mostly 2 for its position; ``wire_bytes()`` is what the leader sends, other ranks send the
-    values alone.
+    mostly 2 for its position.
 
     A leader that has no gradient for a layer sends random positions.
     """
@@ -59,6 +58,10 @@ class SharedTopKCodec(Codec):
     def wire_bytes(self, layer: Layer, level: Level, size: int) -> int:
         layout = _layout(layer, level)
         return _index_bytes(layout) + layout.value_bytes
+
+    def step_bytes(self, work: Work) -> int:
+        layout = _layout(work.layer, work.level)
+        return layout.value_bytes + (_index_bytes(layout) if _leads(work) else 0)
 
     def network_bytes(self, layer: Layer, level: Level, size: int) -> int:
         layout = _layout(layer, level)

@@ -229,7 +229,8 @@ class LocalMember:
         pending = []
         for name, parameter in parameters:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                # As Horovod does it: contiguous, whatever the parameter's layout.
+                parameter.grad = parameter.data.new(parameter.shape).zero_()
             tensor, context = compression.compress(parameter.grad)
             # In place, as Horovod's allreduce_async_ is: what comes back is the same tensor.
             payload = Payload(Kind.SUM, tensor.reshape(-1))

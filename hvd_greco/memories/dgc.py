@@ -11,7 +11,7 @@ import torch
 
 from ..codecs.base import Codec, Level
 from ..codecs.topk import kept as kept_entries
-from ..config import check_nonnegative
+from ..config import check_flag, check_nonnegative
 from ..errors import ConfigError
 from ..layers import Given, Layer, LayerState
 from ..registry import register_memory
@@ -60,9 +60,9 @@ class DGCMemory(Memory):
         self.momentum = check_nonnegative("momentum", momentum)
         if self.momentum >= 1:
             raise ConfigError(f"momentum: {momentum!r} is not in [0, 1)")
-        if nesterov and not self.momentum:
+        self.nesterov = check_flag("nesterov", nesterov)
+        if self.nesterov and not self.momentum:
             raise ConfigError("nesterov: needs a momentum > 0, got momentum=0")
-        self.nesterov = bool(nesterov)
         self.clip = None if clip is None else check_nonnegative("clip", clip)
         if self.clip == 0:
             raise ConfigError("clip: 0 would zero every gradient; pass a norm > 0, or None")

@@ -91,6 +91,24 @@ def synchronized_twice_on_one_rank(world: World, method: str) -> None:
         job.optimizer.synchronize()
 
 
+@check()
+def dense_layer_kept_on_one_rank(world: World) -> None:
+    """cases 5 and 20: DGC's small layers carry no checks of their own, and none may diverge."""
+    job = Job(world, lambda named, **options: greco.DGC(named, 0.05, **options))
+    gradients = gradients_of(world.rank, 0)
+    job.net.backward(gradients)
+    job.optimizer.step()
+    for name, parameter in job.net.named_parameters():
+        # As after an overflow: the weights, and their versions, stay as they are.
+        slot = next(s for s in job.compressor._directory.slots if s.layer.name.endswith(name))
+        slot.mark_reduced(parameter.grad)
+        if name != "small" or world.rank != 1:
+            parameter.grad = None
+    job.net.backward({n: g for n, g in gradients.items() if n != "small" or world.rank != 1})
+    with raises(greco.MismatchError, "/small'", "already been reduced on rank 1", "zero_grad"):
+        job.optimizer.step()
+
+
 @check(each=ROUTES)
 def reduced_gradient_changed_on_one_rank(world: World, method: str) -> None:
     """case 20: clipping that differs between ranks, followed by a second synchronize()."""

@@ -54,6 +54,16 @@ def other_arguments_that_cannot_be(world: World) -> None:
         greco.Dense(net.named(), "int3")
     with raises(greco.ConfigError, "exclude", "*.bias"):
         greco.TopK(net.named(), exclude="*.bias")
+    for exclude in (None, [3], 3):
+        with raises(greco.ConfigError, "exclude", repr(exclude), "*.bias"):
+            greco.TopK(net.named(), exclude=exclude)
+    with raises(greco.ConfigError, "schedule", "callable", "3"):
+        greco.TopK(net.named(), schedule=3)
+    for name in (3, ""):
+        with raises(greco.ConfigError, "name: needs a text", repr(name)):
+            greco.TopK(net.named(), name=name)
+    with raises(greco.ConfigError, "seed", "2**63"):
+        greco.TopK(net.named(), seed=2**70)
     with raises(greco.ConfigError, "min_numel", "-1"):
         greco.TopK(net.named(), min_numel=-1)
     with raises(greco.ConfigError, "seed", "0.5"):

@@ -391,10 +391,11 @@ def parameters_stay_equal(world: World, spec: str) -> None:
         compression=compression,
     )
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    losses, sent = [], []
+    losses = []
     for step in range(8):
         inputs, labels = _batch(world.rank, step)
         optimizer.zero_grad()
+        announced = compression.wire_bytes()
         loss = torch.nn.functional.cross_entropy(model(inputs), labels)
         loss.backward()
         optimizer.step()
@@ -402,19 +403,11 @@ def parameters_stay_equal(world: World, spec: str) -> None:
         world.same(model.parameters(), f"parameters after step {step}")
         report = compression.last_report
         assert report is not None
-        sent.append(report.sent_bytes)
+        assert report.sent_bytes == announced, f"step {step}: bytes are not those announced"
     assert all(torch.isfinite(p).all() for p in model.parameters())
-    # The longest turn is announced, where ranks or factors take turns.
-    assert max(sent) == compression.wire_bytes(), "bytes sent are not those announced"
-    if spec.startswith("sharedtopk"):
-        leads = [step % world.size == world.rank for step in range(8)]
-        assert [count == max(sent) for count in sent] == leads
-    elif spec.startswith("acp"):
-        assert sent[::2] == sent[:1] * 4
-        assert sent[1::2] == sent[1:2] * 4
-    else:
-        assert set(sent) == {max(sent)}
     assert (report.ratio > 1) == (spec != "dense"), f"{spec} sent 1/{report.ratio:.3f} of dense"
+    for layer in report.layers:
+        assert layer.codec == "dense" or layer.sent_bytes < layer.dense_bytes
 
 
 @check()

@@ -98,7 +98,7 @@ def rounds_move_on_during_backward(world: World) -> None:
 #: Every method, and the options that change what is exchanged, or when.
 EVERY = (
     "dense", "fp16", "bf16", "topk:0.05", "topk:0.05,values=q8", "topk:0.05,selection=sampled",
-    "topk:0.05,memory=ef21", "topk:0.05,exchange=scatter", "dgc:0.05,warmup_steps=20",
+    "topk:0.05,memory=ef21", "topk:0.05,exchange=scatter", "dgc:0.05,warmup=20",
     "sharedtopk:0.05", "randomk:0.05", "qsgd:4", "qsgd:4,exchange=scatter", "natural", "sign",
     "sign:memory=ef21-sgdm", "summable:4", "powersgd:2", "acp:2",
 )  # fmt: skip

@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     from .support import World
 
 #: Modules whose import fills the table.
-MODULES = ("contract", "gradients", "numbers", "agreement", "order", "arguments", "exchanges")
+MODULES = (
+    "contract",
+    "gradients",
+    "numbers",
+    "agreement",
+    "order",
+    "arguments",
+    "exchanges",
+    "everyone",
+)
 
 
 @dataclass(frozen=True)
