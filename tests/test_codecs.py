@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,15 +37,22 @@ from simulate import at, context, gaussian, run
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "own_codec.py"
 
 
-def example_codec() -> type[Codec]:
-    """The user's own codec of examples/, loaded as a user's module would be."""
-    if "own_codec" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("own_codec", EXAMPLE)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules["own_codec"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["own_codec"])
-    return sys.modules["own_codec"].TernCodec  # type: ignore[no-any-return]
+_loading = threading.Lock()
+
+
+def example_codec() -> Codec:
+    """The user's own codec of examples/, loaded as a user's module would be.
+
+    Not at import: it registers itself, and other files' tables are of what the package has.
+    """
+    with _loading:  # simulated ranks are threads
+        if "own_codec" not in sys.modules:
+            spec = importlib.util.spec_from_file_location("own_codec", EXAMPLE)
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules["own_codec"] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules["own_codec"])
+        return sys.modules["own_codec"].TernCodec()  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,7 @@ ROWS = {
     "dense": Row(DenseCodec, None, 1e-6),
     "fp16": Row(lambda: DenseCodec("fp16"), None, 2e-3),
     "bf16": Row(BF16Codec, None, 1e-2),
-    "example": Row(lambda: example_codec()(), None, None),
+    "example": Row(example_codec, None, None),
     "topk-all": Row(TopKCodec, 1.0, 1e-6, "ef"),
     "topk-half": Row(TopKCodec, 0.5, None, "ef"),
     "topk-1%": Row(TopKCodec, 0.01, None, "ef"),
@@ -311,9 +319,12 @@ def test_values_of_every_kind(name: str, values: str) -> None:
     before = torch.zeros(40, 30, dtype=torch.float64)
     for step in range(4):
         result = outcomes[0].results[step]["w"]
+        if name == "fp16" and values == "huge":
+            # fp16 on the wire ends at 65,504, as its docs say; what matters is that all see it.
+            assert not any(o.results[step]["w"].isfinite().all() for o in outcomes)
+            continue
         assert all(torch.equal(result, other.results[step]["w"]) for other in outcomes)
-        # fp16 on the wire ends at 65,504, as its docs say.
-        assert result.isfinite().all() or (name == "fp16" and values == "huge")
+        assert result.isfinite().all()
         if ROWS[name].feedback:
             held = sum(outcome.residuals[step]["w"].double() for outcome in outcomes)
             put_in = sum(rank["w"].double() for rank in gradients[step]) + before
@@ -487,7 +498,11 @@ def test_the_result_shares_no_memory_with_state(name: str) -> None:
     run(gaussian({"a": (40, 9)}, 2, steps=3), check)
 
 
-@pytest.mark.parametrize("name", ROWS)
+#: One row of each codec and route: what their options change is not when anything is exchanged.
+ONE_EACH = list({row.make().name: name for name, row in ROWS.items() if name != "example"}.values())
+
+
+@pytest.mark.parametrize("name", ONE_EACH)
 def test_adversarial_orders_never_stall(name: str) -> None:
     """200 steps in which every rank submits and finishes its layers in an order of its own."""
     shapes = {f"layer{i}": (17 + i, 3) for i in range(7)}

@@ -57,8 +57,7 @@ def test_every_method_can_be_built(name: str) -> None:
         compressor = methods.build(name, model.named_parameters(), group=member)
         return compressor.plan.assignments["weight"].codec, compressor.wire_bytes()
 
-    (codec, nbytes), other = LocalGroup(2).run(work)
-    assert (codec, nbytes) == other
-    assert codec == name
     dense = (300 * 40 + 40) * 4
-    assert nbytes < dense or name == "dense"
+    for codec, nbytes in LocalGroup(2).run(work):
+        assert codec == name
+        assert nbytes < dense or name == "dense"
