@@ -35,6 +35,55 @@ def _at_least(bits: torch.Tensor, threshold: int) -> torch.Tensor:
     return (bits >= threshold).nonzero().flatten()
 
 
+def accumulate(
+    out: torch.Tensor,
+    gradient: torch.Tensor,
+    residual: torch.Tensor,
+    scale: float,
+    counts: torch.Tensor,
+    energies: torch.Tensor,
+) -> None:
+    _add(out, gradient, residual, scale)
+    shift = 51 if out.dtype == torch.float64 else 20
+    bins = _magnitude_bits(out).bitwise_right_shift(shift).to(torch.int64)
+    counts.copy_(torch.bincount(bins, minlength=counts.numel()))
+    energies.copy_(torch.bincount(bins, out.double() ** 2, minlength=counts.numel()))
+
+
+def _add(out: torch.Tensor, gradient: torch.Tensor, residual: torch.Tensor, scale: float) -> None:
+    # Not add(alpha=): that may round once where the contract rounds twice.
+    given = gradient.to(out.dtype)
+    torch.add(residual, given if scale == 1 else given * scale, out=out)
+
+
+def accumulate_select(
+    out: torch.Tensor,
+    gradient: torch.Tensor,
+    residual: torch.Tensor,
+    scale: float,
+    k: int,
+    clear: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _add(out, gradient, residual, scale)
+    return take_topk(out, k, clear)
+
+
+def take_topk(vector: torch.Tensor, k: int, clear: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    indices = select_topk(vector, k)
+    values = vector[indices]
+    if clear:
+        vector[indices] = 0
+    return indices, values
+
+
+def scatter_add(
+    out: torch.Tensor, payloads: list[tuple[torch.Tensor, torch.Tensor]], alpha: float
+) -> None:
+    for positions, values in payloads:
+        # Positions within one payload are distinct, so the order of threads cannot show.
+        out[positions] += values if alpha == 1 else alpha * values
+
+
 def select_topk(vector: torch.Tensor, k: int) -> torch.Tensor:
     numel = vector.numel()
     if k == numel:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ..errors import WireError
+from . import scalar
 
 #: Elements worked on at a time.
 CHUNK = 1 << 17
@@ -25,23 +26,51 @@ _LOW = (1 << FRACTION) - 1
 
 
 class _Noise:
-    """A stream of uniform 23-bit integers that is a function of the key alone.
-
-    Philox4x64-10 by way of NumPy, two 32-bit numbers from each 64-bit word, low half first.
-    """
+    """Uniform 23-bit integers for the elements of a vector, in order: :mod:`.scalar` in NumPy."""
 
     def __init__(self, key: tuple[int, int]) -> None:
-        self._philox = np.random.Philox(key=np.array(key, dtype=np.uint64))
+        self._words = np.array(key, dtype=np.uint64).view(np.uint32)
+        self._at = 0
 
     def take(self, count: int, device: torch.device) -> torch.Tensor:
-        """The next numbers, int32. ``count`` must be even, or this call the last."""
-        words = self._philox.random_raw(-(-count // 2)).view(np.int32)[:count]
-        return torch.from_numpy(words & _LOW).to(device)
+        """The next numbers, int32. ``count`` must be a multiple of 256, or this call the last."""
+        groups = -(-count // scalar.GROUP)
+        first = self._at // scalar.GROUP * scalar.LANES
+        counters = np.arange(first, first + groups * scalar.LANES, dtype=np.uint64)
+        state = (
+            (counters & np.uint64(0xFFFF_FFFF)).astype(np.uint32),
+            (counters >> np.uint64(32)).astype(np.uint32),
+            np.full(counters.size, self._words[2]),
+            np.full(counters.size, self._words[3]),
+        )
+        k0, k1 = self._words[:1], self._words[1:2]
+        for _ in range(scalar.ROUNDS):
+            state = _philox_round(*state, k0, k1)
+            k0, k1 = k0 + scalar.WEYL_0, k1 + scalar.WEYL_1
+        self._at += count
+        words = np.stack(state, axis=1).reshape(groups, scalar.LANES, 4).transpose(0, 2, 1)
+        numbers = words.reshape(-1)[:count].view(np.int32) & _LOW
+        return torch.from_numpy(numbers).to(device)
+
+
+def _philox_round(
+    c0: np.ndarray, c1: np.ndarray, c2: np.ndarray, c3: np.ndarray, k0: np.ndarray, k1: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """:func:`.scalar.philox_round` of arrays."""
+    first = c0.astype(np.uint64) * np.uint64(0xD2511F53)
+    second = c2.astype(np.uint64) * np.uint64(0xCD9E8D57)
+    low = np.uint64(0xFFFF_FFFF)
+    return (
+        (second >> np.uint64(32)).astype(np.uint32) ^ c1 ^ k0,
+        (second & low).astype(np.uint32),
+        (first >> np.uint64(32)).astype(np.uint32) ^ c3 ^ k1,
+        (first & low).astype(np.uint32),
+    )
 
 
 def _pieces(numel: int, bucket: int = 1) -> Iterator[tuple[int, int]]:
-    """Ranges that begin at a bucket and at a multiple of 8 elements; the last takes the rest."""
-    step = bucket * max(8, CHUNK // bucket // 8 * 8)
+    """Ranges that begin at a bucket and at a multiple of 256 elements; the last takes the rest."""
+    step = bucket * max(256, CHUNK // bucket // 256 * 256)
     for start in range(0, numel, step):
         yield start, min(start + step, numel)
 
@@ -115,6 +144,57 @@ def quantise_pack(
         ratios = _over_buckets("div", vector[start:stop], divisors[start // bucket :], bucket)
         codes = _codes(ratios, levels, noise)
         pack_bits(codes, bits, out[start * bits // 8 : -(-stop * bits // 8)])
+
+
+def quantise(
+    vector: torch.Tensor,
+    bucket: int,
+    norm: str,
+    bits: int,
+    key: tuple[int, int] | None,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+    leave: bool,
+) -> None:
+    scales.copy_(bucket_scales(vector, bucket, norm))
+    quantise_pack(vector, scales, bucket, bits, key, out)
+    if leave:
+        dequantise_add(out, scales.nan_to_num(0, 0, 0), bucket, bits, -1.0, vector)
+
+
+def accumulate_quantise(
+    vector: torch.Tensor,
+    gradient: torch.Tensor,
+    residual: torch.Tensor,
+    scale: float,
+    bucket: int,
+    norm: str,
+    bits: int,
+    key: tuple[int, int] | None,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    given = gradient.to(vector.dtype)
+    torch.add(residual, given if scale == 1 else given * scale, out=vector)
+    quantise(vector, bucket, norm, bits, key, scales, out, True)
+
+
+def dequantise_mean(
+    out: torch.Tensor,
+    buffer: torch.Tensor,
+    starts: list[int],
+    scale_bytes: int,
+    bucket: int,
+    bits: int,
+    ranks: int,
+) -> None:
+    out.zero_()
+    nbytes = -(-out.numel() * bits // 8)
+    for start in starts:
+        scales = buffer[start : start + scale_bytes].view(out.dtype)
+        codes = buffer[start + scale_bytes : start + scale_bytes + nbytes]
+        dequantise_add(codes, scales, bucket, bits, 1.0, out)
+    out.div_(ranks)
 
 
 def dequantise_add(

@@ -7,8 +7,8 @@ largest code of the width is never used.
 Rounding is part of the contract, so that backends agree: with ``f = trunc(x / scale * (s *
 2**23))``, an integer, the code is ``(f + noise + s * 2**23) >> 23``, where noise is a uniform
 23-bit integer, or ``2**22`` for rounding to nearest. Noise is a function of ``key`` and of the
-element's position. A bucket whose scale is 0 gets code ``s`` throughout; codes of non-finite
-buckets are valid but mean nothing.
+element's position: the low 23 bits of its word (:mod:`.scalar`). A bucket whose scale is 0 gets
+code ``s`` throughout; codes of non-finite buckets are valid but mean nothing.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def bucket_scales(vector: torch.Tensor, bucket: int, norm: str) -> torch.Tensor:
         come out as 0; those of buckets with NaN or infinity are not finite.
     """
     need_flat("bucket_scales", vector, *_FLOATS)
-    if norm not in NORMS:
-        raise ConfigError(f"bucket_scales: norm {norm!r} is none of {', '.join(NORMS)}")
+    _check_norm("bucket_scales", norm)
     _check_bucket("bucket_scales", bucket)
     scales: torch.Tensor = call("bucket_scales", vector, bucket, norm)
     return scales
@@ -70,12 +69,106 @@ def quantise_pack(
     need_flat("quantise_pack", out, torch.uint8)
     _check_bits("quantise_pack", bits)
     _check_scales("quantise_pack", scales, vector, bucket)
-    if out.numel() != packed_bytes(vector.numel(), bits):
-        raise ConfigError(
-            f"quantise_pack: out has {out.numel()} bytes, {vector.numel()} codes of {bits} bits "
-            f"take {packed_bytes(vector.numel(), bits)}"
-        )
+    _check_packed("quantise_pack", out, vector.numel(), bits)
     call("quantise_pack", vector, scales, bucket, bits, key, out)
+
+
+def quantise(
+    vector: torch.Tensor,
+    bucket: int,
+    norm: str,
+    bits: int,
+    key: tuple[int, int] | None,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+    leave: bool = False,
+) -> None:
+    """:func:`bucket_scales` and :func:`quantise_pack` in one pass.
+
+    Args:
+        vector: fp32 or fp64, shape ``[d]``, contiguous.
+        bucket: as for :func:`bucket_scales`.
+        norm: as for :func:`bucket_scales`.
+        bits: as for :func:`quantise_pack`.
+        key: as for :func:`quantise_pack`.
+        scales: shape ``[ceil(d / bucket)]``, the vector's dtype; written.
+        out: as for :func:`quantise_pack`.
+        leave: subtract from ``vector`` what the codes stand for: what error feedback keeps.
+            Buckets with a scale of 0 keep all of it.
+    """
+    _check_quantise("quantise", vector, bucket, norm, bits, scales, out)
+    call("quantise", vector, bucket, norm, bits, key, scales, out, leave)
+
+
+def accumulate_quantise(
+    gradient: torch.Tensor,
+    residual: torch.Tensor,
+    scale: float,
+    vector: torch.Tensor,
+    bucket: int,
+    norm: str,
+    bits: int,
+    key: tuple[int, int] | None,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """``vector = residual + scale * gradient``, :func:`quantise`, and ``vector`` keeps the rest.
+
+    The sum is rounded as in ``accumulate``; ``vector`` may be ``residual`` or ``gradient``.
+    """
+    _check_quantise("accumulate_quantise", vector, bucket, norm, bits, scales, out)
+    need_flat("accumulate_quantise", residual, vector.dtype)
+    need_flat("accumulate_quantise", gradient, torch.float16, torch.bfloat16, *_FLOATS)
+    if not gradient.numel() == residual.numel() == vector.numel():
+        raise ConfigError(
+            f"accumulate_quantise: gradient, residual and vector have {gradient.numel()}, "
+            f"{residual.numel()} and {vector.numel()} elements"
+        )
+    call(
+        "accumulate_quantise", vector, gradient, residual, scale, bucket, norm, bits, key, scales,
+        out,
+    )  # fmt: skip
+
+
+def dequantise_mean(
+    buffer: torch.Tensor,
+    starts: list[int],
+    scale_bytes: int,
+    bucket: int,
+    bits: int,
+    ranks: int,
+    out: torch.Tensor,
+) -> None:
+    """The mean over ``ranks`` ranks of what some of them sent, in one pass over ``out``.
+
+    Args:
+        buffer: uint8, what was gathered.
+        starts: where in it each payload begins, multiples of 8: the scales, and ``scale_bytes``
+            further on the codes of :func:`quantise`. Payloads are added in this order.
+        scale_bytes: bytes of the scales, in the dtype of ``out``.
+        bucket: as for :func:`quantise`.
+        bits: as for :func:`quantise`.
+        ranks: what the sum is divided by.
+        out: fp32 or fp64, shape ``[d]``; overwritten.
+
+    Raises:
+        WireError: payloads that do not fit in the buffer, the code that is never used, or a
+            negative scale.
+    """
+    need_flat("dequantise_mean", buffer, torch.uint8)
+    need_flat("dequantise_mean", out, *_FLOATS)
+    _check_bits("dequantise_mean", bits)
+    _check_bucket("dequantise_mean", bucket)
+    end = scale_bytes + packed_bytes(out.numel(), bits)
+    if scale_bytes != -(-out.numel() // bucket) * out.element_size():
+        raise ConfigError(f"dequantise_mean: {scale_bytes} bytes of scales in buckets of {bucket}")
+    for start in starts:
+        if start % 8 or not 0 <= start <= buffer.numel() - end:
+            raise WireError(f"a payload of {end} bytes at {start} of {buffer.numel()}")
+        scales = buffer[start : start + scale_bytes].view(out.dtype)
+        if bool((scales < 0).any()):
+            raise WireError(f"scale {float(scales.min())} received, scales are not negative")
+    call("dequantise_mean", out, buffer, starts, scale_bytes, bucket, bits, ranks)
 
 
 def dequantise_add(
@@ -235,6 +328,36 @@ def sign_add(packed: torch.Tensor, scale: torch.Tensor, alpha: float, out: torch
     need_flat("sign_add", out, *_FLOATS)
     _check_length("signs", packed, packed_bytes(out.numel(), 1))
     call("sign_add", packed, scale, alpha, out)
+
+
+def _check_quantise(
+    name: str,
+    vector: torch.Tensor,
+    bucket: int,
+    norm: str,
+    bits: int,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    need_flat(name, vector, *_FLOATS)
+    need_flat(name, out, torch.uint8)
+    _check_bits(name, bits)
+    _check_norm(name, norm)
+    _check_scales(name, scales, vector, bucket)
+    _check_packed(name, out, vector.numel(), bits)
+
+
+def _check_norm(name: str, norm: str) -> None:
+    if norm not in NORMS:
+        raise ConfigError(f"{name}: norm {norm!r} is none of {', '.join(NORMS)}")
+
+
+def _check_packed(name: str, out: torch.Tensor, numel: int, bits: int) -> None:
+    if out.numel() != packed_bytes(numel, bits):
+        raise ConfigError(
+            f"{name}: out has {out.numel()} bytes, {numel} codes of {bits} bits take "
+            f"{packed_bytes(numel, bits)}"
+        )
 
 
 def _check_bits(name: str, bits: int, least: int = 2) -> None:

@@ -71,7 +71,11 @@ def train(world: World, label: str, make: Any, steps: int = 12) -> tuple[torch.T
         x = torch.randn(16, 37, generator=data)
         skip = random.Random(f"{step}/{world.rank}").random() < 0.3
         model(x, skip).square().mean().backward()
+        announced = 0 if compression is None else compression.wire_bytes()
         optimizer.step()
+        if compression is not None:
+            # Less where a rank lacks gradients, and a host has none to hand on.
+            assert compression.last_report.sent_bytes <= announced
         world.same(model.parameters(), f"{label}: parameters after step {step}")
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach(), compression
 
@@ -101,7 +105,6 @@ def exchange_is_the_mean(world: World, exchange: str | None) -> None:
     report = compressor.last_report
     # Between hosts, that is; inside of them the hierarchical exchange is dense.
     assert report.ratio > 1, f"{report.sent_bytes} bytes, ratio {report.ratio}"
-    assert report.sent_bytes <= compressor.wire_bytes()
 
 
 @check(sizes=(4,), each=INSIDE)
@@ -113,7 +116,6 @@ def methods_between_hosts(world: World, spec: str) -> None:
             world, "two hosts", lambda named: methods.build(text, named, min_numel=0)
         )
     assert bool(torch.isfinite(result).all())
-    assert compressor.last_report.sent_bytes <= compressor.wire_bytes()
     report = compressor.last_report
     assert report.network_bytes < report.dense_bytes, (
         f"{report.network_bytes} of {report.dense_bytes}"

@@ -1,0 +1,402 @@
+"""Quantisers: each bucket is read once, and all that is done to it is done while it is in cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...errors import WireError
+from .. import scalar
+from . import threads
+from .jit import Kernel, inline
+from .random import key_words, noise_between
+
+_SIGNED = {torch.float32: (np.int32, 0x7FFF_FFFF), torch.float64: (np.int64, (1 << 63) - 1)}
+_HALF = 1 << scalar.FRACTION - 1
+_code_of = inline(scalar.code_of)
+_natural_code = inline(scalar.natural_code)
+#: Elements of one piece where there are no buckets; a multiple of the random generator's groups.
+_PIECE = 4096
+
+
+# -- compiled --------------------------------------------------------------------------------
+
+
+@inline
+def _scale(part, patterns, magnitude, tiny, l2):
+    """The norm of a bucket; 0 below the smallest normal number; inf or NaN if an entry is."""
+    top = patterns[0] & magnitude
+    for i in range(patterns.size):
+        top = max(top, patterns[i] & magnitude)
+    room = np.empty(1, patterns.dtype)
+    room[0] = top
+    peak = room.view(part.dtype)[0]
+    if not (peak >= tiny):
+        return peak if peak != peak else part.dtype.type(0)
+    if not l2 or not np.isfinite(peak):
+        return peak
+    total = 0.0
+    for i in range(part.size):
+        ratio = np.float64(part[i] / peak)
+        total += ratio * ratio
+    norm = part.dtype.type(np.sqrt(total) * np.float64(peak))
+    # Rounding must not make the norm less than an entry, nor more than the dtype holds.
+    return max(peak, norm) if np.isfinite(norm) else np.finfo(part.dtype).max
+
+
+@inline
+def _pack(codes, bits, out):
+    """Codes of one byte each, eight at a time into ``bits`` bytes; ``out`` ends what is packed."""
+    if bits == 8:
+        for i in range(codes.size):
+            out[i] = codes[i]
+        return
+    if bits == 4:
+        for i in range(codes.size // 2):
+            out[i] = codes[2 * i] | (codes[2 * i + 1] << 4)
+        if codes.size & 1:
+            out[codes.size // 2] = codes[codes.size - 1]
+        return
+    width, mask = np.uint64(bits), np.uint64(255)
+    whole = codes.size // 8
+    for group in range(whole):
+        word = np.uint64(0)
+        for i in range(8):
+            word |= np.uint64(codes[8 * group + i]) << (np.uint64(i) * width)
+        for i in range(bits):
+            out[group * bits + i] = np.uint8((word >> np.uint64(8 * i)) & mask)
+    word = np.uint64(0)
+    for i in range(codes.size - 8 * whole):
+        word |= np.uint64(codes[8 * whole + i]) << (np.uint64(i) * width)
+    for i in range(((codes.size - 8 * whole) * bits + 7) // 8):
+        out[whole * bits + i] = np.uint8((word >> np.uint64(8 * i)) & mask)
+
+
+@inline
+def _unpack(packed, bits, codes):
+    """Inverse of :func:`_pack`; ``codes`` begins where a byte does."""
+    if bits == 8:
+        for i in range(codes.size):
+            codes[i] = packed[i]
+        return
+    if bits == 4:
+        for i in range(codes.size // 2):
+            codes[2 * i] = packed[i] & 15
+            codes[2 * i + 1] = packed[i] >> 4
+        if codes.size & 1:
+            codes[codes.size - 1] = packed[codes.size // 2] & 15
+        return
+    width, mask = np.uint64(bits), np.uint64((1 << bits) - 1)
+    whole = codes.size // 8
+    for group in range(whole):
+        word = np.uint64(0)
+        for i in range(bits):
+            word |= np.uint64(packed[group * bits + i]) << np.uint64(8 * i)
+        for i in range(8):
+            codes[8 * group + i] = np.uint8((word >> (np.uint64(i) * width)) & mask)
+    word = np.uint64(0)
+    for i in range(((codes.size - 8 * whole) * bits + 7) // 8):
+        word |= np.uint64(packed[whole * bits + i]) << np.uint64(8 * i)
+    for i in range(codes.size - 8 * whole):
+        codes[8 * whole + i] = np.uint8((word >> (np.uint64(i) * width)) & mask)
+
+
+@Kernel
+def _scales(vector, patterns, magnitude, tiny, l2, bucket, scales):
+    for place in range(scales.size):
+        begin, end = place * bucket, min((place + 1) * bucket, vector.size)
+        scales[place] = _scale(vector[begin:end], patterns[begin:end], magnitude, tiny, l2)
+
+
+@Kernel
+def _quantise(
+    vector, patterns, other, own, factor, adds, magnitude, tiny, l2, given, scales, bucket, bits,
+    key, first, packed, leave,
+):  # fmt: skip
+    """A span: add (if ``adds``), scale (unless ``given``), code, pack, and leave what was lost.
+
+    ``first`` is the span's first element, for the random numbers (``key`` empty: to nearest).
+    Eight buckets at a time, since those begin and end with a byte whatever their length.
+    """
+    levels = (1 << (bits - 1)) - 1
+    zero, inverse = np.int32(levels << 23), vector.dtype.type(1.0 / levels)
+    steps = vector.dtype.type(levels << 23)
+    codes = np.empty(8 * bucket, np.uint8)
+    noise = np.empty(8 * bucket + 512, np.uint32)
+    for begin in range(0, vector.size, 8 * bucket):
+        end = min(begin + 8 * bucket, vector.size)
+        at = 0
+        if key.size:
+            at = noise_between(key, first + begin, first + end, noise)
+        for start in range(begin, end, bucket):
+            stop = min(start + bucket, end)
+            part, chance = vector[start:stop], noise[at + start - begin : at + stop - begin]
+            if adds:
+                addend = other[start:stop]
+                for i in range(part.size):
+                    part[i] = own * part[i] + factor * addend[i]
+            if not given:
+                scales[start // bucket] = _scale(part, patterns[start:stop], magnitude, tiny, l2)
+            scale = scales[start // bucket]
+            code = codes[start - begin : stop - begin]
+            if scale == 0 or not np.isfinite(scale):
+                for i in range(part.size):
+                    code[i] = np.uint8(levels)
+                continue  # zeros: all that there is is left
+            if key.size:
+                for i in range(part.size):
+                    code[i] = np.uint8(_code_of(part[i] / scale * steps, zero, np.int32(chance[i])))
+            else:
+                for i in range(part.size):
+                    code[i] = np.uint8(_code_of(part[i] / scale * steps, zero, np.int32(_HALF)))
+            if leave:
+                for i in range(part.size):
+                    share = part.dtype.type(np.int32(code[i]) - levels) * inverse
+                    part[i] -= share * scale
+        _pack(codes[: end - begin], bits, packed[begin * bits // 8 :])
+
+
+@inline
+def _values(codes, levels, scale, out):
+    """Values of codes. Divided before it meets the scale: the largest code gives the scale."""
+    kind = out.dtype.type
+    inverse = kind(1.0 / levels)
+    for i in range(codes.size):
+        out[i] = kind(np.int32(codes[i]) - levels) * inverse * scale
+
+
+@inline
+def _largest(codes):
+    top = np.uint8(0)
+    for i in range(codes.size):
+        top = max(top, codes[i])
+    return np.int64(top)
+
+
+@Kernel
+def _dequantise_add(packed, scales, bucket, bits, alpha, out):
+    """``out += alpha * values``; returns the largest code."""
+    levels = np.int32((1 << (bits - 1)) - 1)
+    codes, values = np.empty(8 * bucket, np.uint8), np.empty(bucket, out.dtype)
+    worst = 0
+    for begin in range(0, out.size, 8 * bucket):
+        end = min(begin + 8 * bucket, out.size)
+        found = codes[: end - begin]
+        _unpack(packed[begin * bits // 8 :], bits, found)
+        worst = max(worst, _largest(found))
+        for start in range(begin, end, bucket):
+            stop = min(start + bucket, end)
+            part, value = out[start:stop], values[: stop - start]
+            _values(found[start - begin : stop - begin], levels, scales[start // bucket], value)
+            for i in range(part.size):
+                part[i] += alpha * value[i]
+    return worst
+
+
+@Kernel
+def _dequantise_mean(buffer, words, offsets, scale_bytes, bucket, bits, ranks, first, out):
+    """The mean of several payloads, added up in order, over one span; returns the largest code.
+
+    Two payloads at a time: that halves how often sums are stored and read again.
+    """
+    levels, kind = np.int32((1 << (bits - 1)) - 1), out.dtype.type
+    one, two = np.empty(8 * bucket, np.uint8), np.empty(8 * bucket, np.uint8)
+    worst, width, step = 0, out.itemsize, kind(1.0 / levels)
+    exact = ranks & (ranks - 1) == 0  # then the inverse is, and costs less than a division
+    divisor, inverse = kind(ranks), kind(1.0 / ranks)
+    for begin in range(0, out.size, 8 * bucket):
+        end = min(begin + 8 * bucket, out.size)
+        target = out[begin:end]
+        skip = scale_bytes + (first + begin) * bits // 8
+        for payload in range(0, offsets.size, 2):
+            here = one[: end - begin]
+            _unpack(buffer[offsets[payload] + skip :], bits, here)
+            worst = max(worst, _largest(here))
+            pair = payload + 1 < offsets.size
+            last = payload + 2 >= offsets.size
+            factor = inverse if last and exact else kind(1)
+            there = two[: end - begin]
+            if pair:
+                _unpack(buffer[offsets[payload + 1] + skip :], bits, there)
+                worst = max(worst, _largest(there))
+            for start in range(0, target.size, bucket):
+                stop = min(start + bucket, target.size)
+                place = (first + begin + start) // bucket
+                part, a, b = target[start:stop], here[start:stop], there[start:stop]
+                scale = words[offsets[payload] // width + place]
+                if payload == 0 and pair:
+                    other = words[offsets[1] // width + place]
+                    for i in range(part.size):
+                        value = kind(np.int32(a[i]) - levels) * step * scale
+                        part[i] = (value + kind(np.int32(b[i]) - levels) * step * other) * factor
+                elif payload == 0:
+                    for i in range(part.size):
+                        part[i] = kind(np.int32(a[i]) - levels) * step * scale * factor
+                elif pair:
+                    other = words[offsets[payload + 1] // width + place]
+                    for i in range(part.size):
+                        value = part[i] + kind(np.int32(a[i]) - levels) * step * scale
+                        part[i] = (value + kind(np.int32(b[i]) - levels) * step * other) * factor
+                else:
+                    for i in range(part.size):
+                        part[i] = (part[i] + kind(np.int32(a[i]) - levels) * step * scale) * factor
+        if not exact:
+            for i in range(target.size):
+                target[i] /= divisor
+    return worst
+
+
+# -- operations ------------------------------------------------------------------------------
+
+
+def _call(
+    vector: torch.Tensor,
+    addends: tuple[np.ndarray, Any, Any] | None,
+    norm: str,
+    given: bool,
+    scales: torch.Tensor,
+    bucket: int,
+    bits: int,
+    key: tuple[int, int] | None,
+    out: torch.Tensor,
+    leave: bool,
+) -> None:
+    signed, magnitude = _SIGNED[vector.dtype]
+    array = vector.numpy()
+    patterns, one = array.view(signed), array.dtype.type(1)
+    other, own, factor = addends or (array, one, one)
+    words = np.empty(0, np.uint32) if key is None else key_words(key)
+    tiny = np.finfo(array.dtype).tiny
+    held, packed = scales.numpy(), out.numpy()
+    threads.each(
+        _quantise,
+        [
+            (
+                array[a:b], patterns[a:b], other[a:b], own, factor, addends is not None,
+                signed(magnitude), tiny, norm == "l2", given, held[a // bucket : -(-b // bucket)],
+                bucket, bits, words, a, packed[a * bits // 8 : -(-b * bits // 8)], leave,
+            )
+            for a, b in threads.spans(array.size, 8 * bucket)
+        ],
+    )  # fmt: skip
+
+
+def bucket_scales(vector: torch.Tensor, bucket: int, norm: str) -> torch.Tensor:
+    signed, magnitude = _SIGNED[vector.dtype]
+    array = vector.numpy()
+    scales = np.empty(-(-array.size // bucket), array.dtype)
+    tiny, l2 = np.finfo(array.dtype).tiny, norm == "l2"
+    bucket = min(bucket, max(1, array.size))
+    threads.each(
+        _scales,
+        [
+            (
+                array[a:b], array[a:b].view(signed), signed(magnitude), tiny, l2, bucket,
+                scales[a // bucket : -(-b // bucket)],
+            )
+            for a, b in threads.spans(array.size, bucket)
+        ],
+    )  # fmt: skip
+    return torch.from_numpy(scales)
+
+
+def quantise_pack(
+    vector: torch.Tensor,
+    scales: torch.Tensor,
+    bucket: int,
+    bits: int,
+    key: tuple[int, int] | None,
+    out: torch.Tensor,
+) -> None:
+    bucket = min(bucket, max(1, vector.numel()))
+    _call(vector, None, "max", True, scales, bucket, bits, key, out, False)
+
+
+def quantise(
+    vector: torch.Tensor,
+    bucket: int,
+    norm: str,
+    bits: int,
+    key: tuple[int, int] | None,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+    leave: bool,
+) -> None:
+    bucket = min(bucket, max(1, vector.numel()))
+    _call(vector, None, norm, False, scales, bucket, bits, key, out, leave)
+
+
+def accumulate_quantise(
+    vector: torch.Tensor,
+    gradient: torch.Tensor,
+    residual: torch.Tensor,
+    scale: float,
+    bucket: int,
+    norm: str,
+    bits: int,
+    key: tuple[int, int] | None,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    array = vector.numpy()
+    one, factor = array.dtype.type(1), array.dtype.type(scale)
+    if vector.data_ptr() == gradient.data_ptr():
+        addends = (residual.numpy(), factor, one)
+    else:
+        if vector.data_ptr() != residual.data_ptr():
+            vector.copy_(residual)
+        given = gradient if gradient.dtype == vector.dtype else gradient.to(vector.dtype)
+        addends = (given.numpy(), one, factor)
+    bucket = min(bucket, max(1, vector.numel()))
+    _call(vector, addends, norm, False, scales, bucket, bits, key, out, True)
+
+
+def dequantise_add(
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    bucket: int,
+    bits: int,
+    alpha: float,
+    out: torch.Tensor,
+) -> None:
+    codes, held, target = packed.numpy(), scales.numpy(), out.numpy()
+    bucket = min(bucket, max(1, target.size))
+    calls = [
+        (
+            codes[a * bits // 8 : -(-b * bits // 8)], held[a // bucket : -(-b // bucket)], bucket,
+            bits, target.dtype.type(alpha), target[a:b],
+        )
+        for a, b in threads.spans(target.size, 8 * bucket)
+    ]  # fmt: skip
+    _check_codes(max(threads.each(_dequantise_add, calls)), bits)
+
+
+def dequantise_mean(
+    out: torch.Tensor,
+    buffer: torch.Tensor,
+    starts: list[int],
+    scale_bytes: int,
+    bucket: int,
+    bits: int,
+    ranks: int,
+) -> None:
+    received, target = buffer.numpy(), out.numpy()
+    if not starts:
+        target.fill(0)
+        return
+    words = received[: received.size // target.itemsize * target.itemsize].view(target.dtype)
+    offsets = np.array(starts, np.int64)
+    bucket = min(bucket, max(1, target.size))
+    calls = [
+        (received, words, offsets, scale_bytes, bucket, bits, ranks, a, target[a:b])
+        for a, b in threads.spans(target.size, 8 * bucket)
+    ]
+    _check_codes(max(threads.each(_dequantise_mean, calls)), bits)
+
+
+def _check_codes(worst: int, bits: int) -> None:
+    limit = (1 << bits) - 2
+    if worst > limit:
+        raise WireError(f"code {worst} received, {bits} bits go up to {limit}")
