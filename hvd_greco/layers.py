@@ -103,6 +103,21 @@ class Given:
     unscale: float
 
 
+@dataclass(frozen=True)
+class Addends:
+    """A vector that is still to be formed: ``residual + scale * gradient``.
+
+    Attributes:
+        residual: shape ``[d]``, the layer's work dtype.
+        gradient: shape ``[d]``, the gradient's dtype.
+        scale: 1 / loss scale.
+    """
+
+    residual: torch.Tensor
+    gradient: torch.Tensor
+    scale: float
+
+
 def check_named_parameters(
     named_parameters: Iterable[tuple[str, torch.Tensor]],
 ) -> list[tuple[str, torch.Tensor]]:

@@ -68,6 +68,7 @@ class Payload:
         own: what the codec needs to know of its own contribution later; never sent.
         scope: which ranks take part (hierarchical exchanges; else all).
         finite: 0-dim bool tensor: was the encoded vector free of inf and NaN? None: not known.
+        rest: the vector that was encoded now holds what was not sent of it.
     """
 
     kind: Kind
@@ -76,6 +77,7 @@ class Payload:
     own: Any = None
     finite: torch.Tensor | None = None
     scope: Scope = Scope.ALL
+    rest: bool = False
 
     @property
     def nbytes(self) -> int:

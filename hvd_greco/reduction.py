@@ -14,9 +14,9 @@ from .codecs.base import Codec, Level, Work
 from .codecs.dense import DenseCodec
 from .exchange.base import Group
 from .identity import Slot
-from .layers import GRADIENT_DTYPES, Given
+from .layers import GRADIENT_DTYPES, Given, Layer
 from .memories.base import Memory, Own
-from .payload import Kind, Reduced
+from .payload import Kind, Payload, Reduced
 from .plan import Plan
 from .rounds import Pending, Rounds
 from .telemetry import Ledger, StepReport
@@ -229,10 +229,8 @@ class Reduction:
                 pending.check = float(repeated)
         slot.fresh = False
         if pending.fresh:
-            vector = self._vector(pending)
-            sent = codec.encode(work, vector)
-            if sent.finite is None:
-                sent.finite = kernels.all_finite(vector)
+            sent = self._encode(pending)
+            assert sent.finite is not None
             self._beacon.note(sent.finite)
         else:
             sent = codec.encode_absent(work, gradient)
@@ -250,12 +248,33 @@ class Reduction:
             self._rounds.submit(pending)
         return carried
 
+    def _encode(self, pending: Pending) -> Payload:
+        """Form the vector and encode it, in one pass if memory and codec can."""
+        codec, gradient = pending.codec, pending.gradient
+        addends = self._memory.addends(_given(pending))
+        if addends is None:
+            vector = self._vector(pending)
+            sent = codec.encode(pending.work, vector)
+        else:
+            # Nobody needs the gradient once it is in the sum, and the mean will overwrite it, as
+            # stock Horovod's allreduce does from here on.
+            in_place = codec.leaves_rest and _is_workspace(gradient, pending.slot.layer)
+            vector = gradient.view(-1) if in_place else self._room(pending)
+            sent = codec.encode_sum(pending.work, addends, vector)
+            if in_place and sent.rest:
+                pending.rest = vector
+        if sent.finite is None:
+            sent.finite = kernels.all_finite(vector)
+        return sent
+
+    def _room(self, pending: Pending) -> torch.Tensor:
+        """Memory for a vector that all layers share."""
+        layer, device = pending.slot.layer, pending.gradient.device
+        return self._scratch.get(f"vector/{device}", layer.numel, layer.work_dtype, device)
+
     def _vector(self, pending: Pending) -> torch.Tensor:
         """The vector to encode, formed anew in memory that all layers share."""
-        layer, gradient = pending.slot.layer, pending.gradient
-        vector = self._scratch.get(
-            f"vector/{gradient.device}", layer.numel, layer.work_dtype, gradient.device
-        )
+        vector = self._room(pending)
         if pending.fresh:
             self._memory.compensate(_given(pending), vector)
         else:
@@ -284,11 +303,11 @@ class Reduction:
             reduced = Reduced(Kind.CARRIED, tensor[:body], self._group.size)
         if probe.repeated:
             return gradient
-        in_place = gradient.is_contiguous() and gradient.dtype == layer.work_dtype
+        in_place = _is_workspace(gradient, layer)
         work, sent = pending.work, pending.sent
         if accepted:
             if pending.fresh:
-                self._memory.commit(_given(pending), Own(codec, work, sent))
+                self._memory.commit(_given(pending), Own(codec, work, sent, pending.rest))
             codec.commit(work, sent, reduced)
         # The residual has what it needs of the gradient; now the gradient's memory is free.
         out = (
@@ -326,6 +345,11 @@ def _laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if gradient.shape != parameter.shape or all(n == 1 or a == b for n, a, b in strides):
         return gradient
     return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+
+
+def _is_workspace(gradient: torch.Tensor, layer: Layer) -> bool:
+    """Vectors of the layer may be formed in the gradient's own memory."""
+    return gradient.is_contiguous() and gradient.dtype == layer.work_dtype
 
 
 def _given(pending: Pending) -> Given:

@@ -24,8 +24,8 @@ class Pending:
     """One layer between ``compress`` and ``decompress``; what Horovod keeps as the context."""
 
     __slots__ = (
-        "check", "codec", "fresh", "gradient", "round", "sent", "slot", "ticket", "unscale",
-        "work",
+        "check", "codec", "fresh", "gradient", "rest", "round", "sent", "slot", "ticket",
+        "unscale", "work",
     )  # fmt: skip
 
     work: Work
@@ -39,6 +39,8 @@ class Pending:
         self.unscale = unscale
         #: This rank has a new gradient, and settles accounts when the step is accepted.
         self.fresh = True
+        #: What was not sent, in the gradient's memory.
+        self.rest: torch.Tensor | None = None
         #: The gradient's sum, if it was reduced before.
         self.check: float | None = None
         self.round = 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..buffers import Buffers
-from ..layers import Layer, LayerState
+from ..layers import Addends, Layer, LayerState
 from ..payload import Kind, Payload, Reduced, network_bytes
 
 Level = float | int | None
@@ -73,11 +73,13 @@ class Codec(ABC):
         name: short name, used in plans and reports.
         rounds: number of communication rounds.
         kind: how the payload of the first round travels; the only one, in most codecs.
+        leaves_rest: :meth:`encode_sum` leaves in the vector what it did not send.
     """
 
     name: str
     rounds: int = 1
     kind: Kind = Kind.GATHER
+    leaves_rest: bool = False
 
     def adapt_to(self, memory: str) -> None:
         """Learn which memory the codec works with, before anything else is asked of it."""
@@ -145,6 +147,18 @@ class Codec(ABC):
                 Valid during this call only. A codec that overwrites it must fill in
                 ``Payload.finite``.
         """
+
+    def encode_sum(self, work: Work, addends: Addends, vector: torch.Tensor) -> Payload:
+        """:meth:`encode` of a sum that is still to be formed; override to do both in one pass.
+
+        Args:
+            work: as for :meth:`encode`.
+            addends: what the memory adds up.
+            vector: where to, shape ``[d]``; may be the memory of ``addends.gradient``. It stays
+                ours until the step ends if the payload says that it holds the ``rest``.
+        """
+        torch.add(addends.residual, addends.gradient, alpha=addends.scale, out=vector)
+        return self.encode(work, vector)
 
     @abstractmethod
     def encode_absent(self, work: Work, like: torch.Tensor) -> Payload:

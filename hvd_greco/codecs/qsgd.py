@@ -13,7 +13,8 @@ import torch
 from .. import kernels
 from ..config import check_count
 from ..errors import ConfigError
-from ..layers import Layer
+from ..layers import Addends, Layer
+from ..payload import Kind, Payload, Reduced
 from ..registry import register_codec
 from .base import Level, Work
 from .quant_wire import GatheredQuantiser, check_bits, random_key, rounding_error
@@ -55,6 +56,7 @@ class QSGDCodec(GatheredQuantiser):
     """
 
     name = "qsgd"
+    leaves_rest = True
 
     def __init__(self, bucket: int = 512, norm: str = "max") -> None:
         self.bucket = check_count("bucket", bucket, minimum=1)
@@ -107,11 +109,29 @@ class QSGDCodec(GatheredQuantiser):
         self, work: Work, vector: torch.Tensor, header: torch.Tensor, codes: torch.Tensor
     ) -> torch.Tensor:
         assert work.level is not None
-        scales = kernels.bucket_scales(vector, self.bucket, self.norm)
-        header.view(work.layer.work_dtype).copy_(scales)
+        scales = header.view(work.layer.work_dtype)
         key = None if self._nearest else random_key(work)
-        kernels.quantise_pack(vector, scales, self.bucket, int(work.level), key, codes)
+        kernels.quantise(vector, self.bucket, self.norm, int(work.level), key, scales, codes)
         return scales.isfinite().all()
+
+    def encode_sum(self, work: Work, addends: Addends, vector: torch.Tensor) -> Payload:
+        assert work.level is not None
+        buffer, header, codes = self.room(work, vector.device)
+        scales = header.view(work.layer.work_dtype)
+        kernels.accumulate_quantise(
+            addends.gradient, addends.residual, addends.scale, vector, self.bucket, self.norm,
+            int(work.level), None, scales, codes,
+        )  # fmt: skip
+        return Payload(Kind.GATHER, buffer, finite=scales.isfinite().all(), rest=True)
+
+    def decode(self, work: Work, sent: Payload, reduced: Reduced, out: torch.Tensor) -> None:
+        assert work.level is not None
+        nbytes = self.wire_bytes(work.layer, work.level, work.size)
+        starts = [nbytes * i for i in range(len(reduced.parts(nbytes)))]
+        header = self.sections(work.layer, work.level)[0]
+        kernels.dequantise_mean(
+            reduced.buffer, starts, header, self.bucket, int(work.level), reduced.world_size, out
+        )
 
     def add(
         self,

@@ -69,12 +69,19 @@ class GatheredQuantiser(Codec):
         return -(-sum(self.sections(layer, level)) // _ALIGN) * _ALIGN
 
     def encode(self, work: Work, vector: torch.Tensor) -> Payload:
-        nbytes = self.wire_bytes(work.layer, work.level, work.size)
-        buffer = work.buffers.get("send", nbytes, torch.uint8, vector.device)
-        header, codes = self._split(work.layer, work.level, buffer)
+        buffer, header, codes = self.room(work, vector.device)
         finite = self.write(work, vector, header, codes)
-        buffer[header.numel() + codes.numel() :].zero_()
         return Payload(Kind.GATHER, buffer, finite=finite)
+
+    def room(
+        self, work: Work, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A payload to fill in: all of it, its header and its codes."""
+        nbytes = self.wire_bytes(work.layer, work.level, work.size)
+        buffer = work.buffers.get("send", nbytes, torch.uint8, device)
+        header, codes = self._split(work.layer, work.level, buffer)
+        buffer[header.numel() + codes.numel() :].zero_()
+        return buffer, header, codes
 
     def encode_absent(self, work: Work, like: torch.Tensor) -> Payload:
         return Payload(Kind.GATHER, torch.empty(0, dtype=torch.uint8, device=like.device))

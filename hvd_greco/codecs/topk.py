@@ -14,7 +14,7 @@ import torch
 from .. import kernels
 from ..config import check_density
 from ..errors import ConfigError
-from ..layers import Layer
+from ..layers import Addends, Layer
 from ..payload import Kind, Payload, Reduced
 from ..registry import register_codec
 from .base import Codec, Level, Work
@@ -70,6 +70,7 @@ class TopKCodec(Codec):
     """
 
     name = "topk"
+    leaves_rest = True
 
     def __init__(self, values: str = "fp32", selection: str = "exact") -> None:
         if values not in VALUES:
@@ -107,38 +108,63 @@ class TopKCodec(Codec):
 
     def encode(self, work: Work, vector: torch.Tensor) -> Payload:
         layout = self._layout(work.layer, work.level)
-        room = self.wire_bytes(work.layer, work.level, work.size)
-        buffer = work.buffers.get("send", room, torch.uint8, vector.device)
         if self._counted(layout):
             indices = kernels.select_sampled(vector, layout.k)
-            values = vector[indices]
+            return self._payload(work, indices, vector[indices])
+        return self._payload(work, *kernels.take_topk(vector, layout.k))
+
+    def encode_sum(self, work: Work, addends: Addends, vector: torch.Tensor) -> Payload:
+        layout = self._layout(work.layer, work.level)
+        if self._counted(layout):
+            payload = super().encode_sum(work, addends, vector)
+            vector[payload.own[0]] = 0
+        else:
+            found = kernels.accumulate_select(
+                addends.gradient, addends.residual, addends.scale, vector, layout.k, clear=True
+            )
+            payload = self._payload(work, *found)
+        if self.values != "fp32":
+            # What rounding took stays as well.
+            indices, sent, values = payload.own
+            vector[indices] = values - sent
+        payload.rest = True
+        return payload
+
+    def _payload(self, work: Work, indices: torch.Tensor, values: torch.Tensor) -> Payload:
+        """The payload of those entries; ``own``: positions, values as received, as they were."""
+        layout = self._layout(work.layer, work.level)
+        room = self.wire_bytes(work.layer, work.level, work.size)
+        buffer = work.buffers.get("send", room, torch.uint8, values.device)
+        if self._counted(layout):
             layout = sparse_layout(
                 work.layer.numel, indices.numel(), work.layer.work_dtype, self.values
             )
             buffer = buffer[: HEADER + layout.nbytes]
             sent = pack_counted(layout, values, indices, buffer)
         else:
-            indices = kernels.select_topk(vector, layout.k)
-            values = vector[indices]
             sent = layout.pack(values, indices, buffer)
         # A non-finite entry is larger than all finite ones, so it is among the values.
         finite = values.isfinite().all()
-        return Payload(Kind.GATHER, buffer, own=(indices, sent), finite=finite)
+        return Payload(Kind.GATHER, buffer, own=(indices, sent, values), finite=finite)
 
     def encode_absent(self, work: Work, like: torch.Tensor) -> Payload:
         return Payload(Kind.GATHER, torch.empty(0, dtype=torch.uint8, device=like.device))
 
     def decode(self, work: Work, sent: Payload, reduced: Reduced, out: torch.Tensor) -> None:
         out.zero_()
+        ranks = reduced.world_size
+        # The inverse of a power of two is exact, and need only meet what was sent.
+        share = 1.0 / ranks if ranks & (ranks - 1) == 0 else 1.0
+        sparse = []
         # In rank order on every rank: the sums are bitwise the same everywhere.
         for values, indices in self._received(self._layout(work.layer, work.level), reduced):
             if indices is None:
-                out.add_(values)
+                out.add_(values, alpha=share)
             else:
-                # Positions within one payload are distinct, so this is a plain scatter-add and
-                # does not depend on the order in which threads work.
-                out[indices] += values
-        out.div_(reduced.world_size)
+                sparse.append((indices, values))
+        kernels.scatter_add(out, sparse, share)
+        if share * ranks != 1.0:
+            out.div_(ranks)
 
     def _received(
         self, layout: SparseLayout, reduced: Reduced
@@ -155,11 +181,11 @@ class TopKCodec(Codec):
 
     def add_own(self, work: Work, sent: Payload, vector: torch.Tensor, alpha: float) -> None:
         if sent.own is not None:
-            indices, values = sent.own
+            indices, values, _ = sent.own
             vector[indices] += alpha * values
 
     def clear_own(self, sent: Payload, vector: torch.Tensor) -> None:
         if sent.own is not None:
-            indices, values = sent.own
+            indices, values, _ = sent.own
             # A zero is filled in where too few entries differ from it, or what rounding left.
             vector[indices[values != 0]] = 0

@@ -11,7 +11,7 @@ import torch
 
 from ..codecs.base import Codec, Level, Work
 from ..errors import ConfigError
-from ..layers import Given, Layer, LayerState
+from ..layers import Addends, Given, Layer, LayerState
 from ..payload import Payload
 
 
@@ -22,6 +22,8 @@ class Own:
     codec: Codec
     work: Work
     sent: Payload
+    #: What was not sent, shape ``[d]``, where the codec left it and it is still there.
+    rest: torch.Tensor | None = None
 
     def add_to(self, vector: torch.Tensor, alpha: float) -> None:
         """``vector += alpha * C``, in place; shape ``[d]``."""
@@ -77,6 +79,12 @@ class Memory(ABC):
             ConfigError: what must be changed.
         """
         return
+
+    def addends(self, given: Given) -> Addends | None:
+        """What :meth:`compensate` adds up, if it is a plain sum: codecs may then form it
+        themselves, in the pass in which they encode it. None: it is not.
+        """
+        return None
 
     @abstractmethod
     def compensate(self, given: Given, out: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..layers import Given
+from ..layers import Addends, Given
 from ..registry import register_memory
 from .base import Memory, Own
 
@@ -14,22 +14,31 @@ class ErrorFeedback(Memory):
     """``a = g + e``, send ``C(a)``, ``e' = a - C(a)``.
 
     Costs one fp32 copy of the compressed layers. The residual is in unscaled units, so an AMP
-    loss scale may change at any step. It is left untouched until the step is accepted; the sum is
-    formed again then, from the same numbers in the same order, instead of being kept: that is
-    what allows an exact return to the state before without a second copy.
+    loss scale may change at any step. It is left untouched until the step is accepted, which is
+    what allows an exact return to the state before. Until then, what was not sent waits in the
+    gradient's own memory, which nobody needs any more; where that does not do (half-precision
+    gradients, several rounds) the sum is formed again, from the same numbers in the same order.
+    Neither needs a second copy.
     """
 
     name = "ef"
     copies = 1
 
-    def compensate(self, given: Given, out: torch.Tensor) -> None:
+    def addends(self, given: Given) -> Addends:
         if given.state.residual is None:
             given.state.residual = torch.zeros(
                 given.layer.numel, dtype=given.layer.work_dtype, device=given.gradient.device
             )
-        torch.add(given.state.residual, given.gradient, alpha=given.unscale, out=out)
+        return Addends(given.state.residual, given.gradient, given.unscale)
+
+    def compensate(self, given: Given, out: torch.Tensor) -> None:
+        terms = self.addends(given)
+        torch.add(terms.residual, terms.gradient, alpha=terms.scale, out=out)
 
     def commit(self, given: Given, own: Own) -> None:
         assert given.state.residual is not None
+        if own.rest is not None:
+            given.state.residual.copy_(own.rest)
+            return
         given.state.residual.add_(given.gradient, alpha=given.unscale)
         own.add_to(given.state.residual, -1.0)
