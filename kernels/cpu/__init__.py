@@ -7,6 +7,7 @@ called with a dtype, and what was compiled is cached on disk (:mod:`.jit`).
 
 from __future__ import annotations
 
+from .orthonormal import orthonormalise  # noqa: F401
 from .quantise import (  # noqa: F401
     accumulate_quantise,
     bucket_scales,

@@ -42,6 +42,11 @@ def inline(function: Callable[..., Any]) -> Any:
     return numba.njit(**_OPTIONS)(function)
 
 
+def inline_sum(function: Callable[..., Any]) -> Any:
+    """:func:`inline` for sums of whole numbers that are exact in any order: it may be any order."""
+    return numba.njit(**_OPTIONS, fastmath={"reassoc", "contract"})(function)
+
+
 class Kernel:
     """A compiled function that is called like the Python one; arrays and NumPy scalars only."""
 
@@ -111,7 +116,9 @@ def cache_folder() -> Path | None:
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
     here = Path(__file__).parent
     digest = hashlib.blake2b(digest_size=8)
-    for source in sorted([*here.glob("*.py"), here.parent / "scalar.py"]):
+    for source in sorted(
+        [*here.glob("*.py"), here.parent / "scalar.py", here.parent / "cholesky.py"]
+    ):
         digest.update(source.read_bytes())
     digest.update(f"{numba.__version__} {np.__version__} {platform.machine()} {_cpu()}".encode())
     try:
