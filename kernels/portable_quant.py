@@ -329,7 +329,7 @@ def natural_pack(
     vector: torch.Tensor, exponent: torch.Tensor, key: tuple[int, int], out: torch.Tensor
 ) -> None:
     noise = _Noise(key)
-    factor = _power_of_two(-exponent).to(vector.dtype)
+    factor = power_of_two(-exponent).to(vector.dtype)
     for start, stop in _pieces(vector.numel()):
         pattern = (vector[start:stop] * factor).to(torch.float32).view(torch.int32)
         # The mantissa carries into the exponent as often as the value lies above the lower power.
@@ -339,7 +339,7 @@ def natural_pack(
         out[start:stop] = magnitude.bitwise_or_(sign)
 
 
-def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     """2**exponent for -1074 < exponent < 1024, fp64, exact (which pow and exp2 need not be)."""
     biased = exponent.to(torch.int64) + 1023
     subnormal = torch.bitwise_left_shift(torch.ones_like(biased), (biased + 51).clamp_(0, 62))

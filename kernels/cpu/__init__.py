@@ -7,6 +7,17 @@ called with a dtype, and what was compiled is cached on disk (:mod:`.jit`).
 
 from __future__ import annotations
 
+from .elementwise import (  # noqa: F401
+    lanes_add,
+    mean_magnitude,
+    natural_add,
+    natural_pack,
+    pack_bitmap,
+    quantise_lanes,
+    sign_add,
+    sign_pack,
+    unpack_bitmap,
+)
 from .orthonormal import orthonormalise  # noqa: F401
 from .quantise import (  # noqa: F401
     accumulate_quantise,
