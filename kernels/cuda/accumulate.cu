@@ -115,7 +115,7 @@ __device__ inline void accumulate(const AccumulateSegment* segments, const u32* 
     const u64 begin = (blockIdx.x - segment.first_block) * Tile<T>::ELEMENTS;
     const u64 left = segment.length - begin;
     const int span = left < Tile<T>::ELEMENTS ? (int)left : Tile<T>::ELEMENTS;
-    const G* gradient = (const G*)segment.gradient + begin;
+    const G* gradient = global((const G*)segment.gradient) + begin;
     const T* residual = segment.residual ? (const T*)segment.residual + begin : nullptr;
     T* out = segment.out ? (T*)segment.out + begin : nullptr;
     const T scale = (T)segment.scale;
@@ -133,7 +133,7 @@ __device__ inline void accumulate(const AccumulateSegment* segments, const u32* 
             load(given, gradient + at);
             if (residual) {
 #pragma unroll
-                for (int j = 0; j < PER / WIDE; ++j) load(old[j], residual + at + j * WIDE);
+                for (int j = 0; j < PER / WIDE; ++j) load(old[j], global(residual + at) + j * WIDE);
             }
 #pragma unroll
             for (int j = 0; j < PER; ++j) {
@@ -143,25 +143,26 @@ __device__ inline void accumulate(const AccumulateSegment* segments, const u32* 
             }
             if (out) {
 #pragma unroll
-                for (int j = 0; j < PER / WIDE; ++j) store(old[j], out + at + j * WIDE);
+                for (int j = 0; j < PER / WIDE; ++j) store(old[j], global(out + at) + j * WIDE);
             }
         }
     }
     for (int at = done + threadIdx.x; at < span; at += THREADS) {
         const T value = combine<G, T>(gradient[at], scale, residual ? residual + at : nullptr);
         run.add(value);
-        if (out) out[at] = value;
+        if (out) *global(out + at) = value;
     }
     run.flush();
     __syncthreads();
 
+    u64 *all_counts = global(segment.counts), *all_sums = global(segment.energies);
     for (int i = threadIdx.x; i < BINS; i += THREADS) {
-        if (counts[i]) atomicAdd(&segment.counts[i], (u64)counts[i]);
-        if (sums[i]) atomicAdd(&segment.energies[i], (u64)sums[i]);
+        if (counts[i]) atomicAdd(&all_counts[i], (u64)counts[i]);
+        if (sums[i]) atomicAdd(&all_sums[i], (u64)sums[i]);
     }
-    if (last_block((u32*)segment.finished, segment.blocks)) {
-        const volatile u64* total = segment.counts;
-        volatile u64* energies = segment.energies;
+    if (last_block((u32*)global(segment.finished), segment.blocks)) {
+        const volatile u64* total = all_counts;
+        volatile u64* energies = all_sums;
         for (int i = threadIdx.x; i < BINS; i += THREADS) {
             energies[i] = (u64)__double_as_longlong(energy_of<T>(i, total[i], energies[i]));
         }

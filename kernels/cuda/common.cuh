@@ -95,6 +95,14 @@ __device__ inline void store(const Vector<T>& vector, T* to) {
 }
 __device__ inline bool aligned(const void* pointer) { return ((u64)pointer & 15) == 0; }
 
+// A pointer from a table, as one to global memory: which the compiler cannot know by itself, and
+// loads and atomics of unknown memory are slower.
+template <class T>
+__device__ inline T* global(T* pointer) {
+    __builtin_assume(__isGlobal(pointer));
+    return pointer;
+}
+
 // Which block of a segment's `blocks` this is to finish last, told to all its threads: what the
 // others wrote before is then visible. `finished` starts at zero.
 __device__ inline bool last_block(u32* finished, u64 blocks) {

@@ -43,19 +43,20 @@ __device__ inline void scatter_add(const ScatterSegment* segments, const u32* se
     const ScatterSegment segment = segments[segment_of_block[blockIdx.x]];
     const i64 begin = (i64)(blockIdx.x - segment.first_block) * STRETCH;
     const T alpha = (T)segment.alpha;
-    T* out = (T*)segment.out;
+    T* out = global((T*)segment.out);
     for (u64 rank = 0; rank < segment.ranks; ++rank) {
-        const ScatterPayload payload = segment.payloads[rank];
+        const ScatterPayload payload = global(segment.payloads)[rank];
+        const i64* index = global(payload.index);
+        const V* value = global((const V*)payload.value);
         // Two threads of two warps: lanes of one warp would search one after the other.
-        if (threadIdx.x == 0) range[0] = lower_bound(payload.index, payload.count, begin);
+        if (threadIdx.x == 0) range[0] = lower_bound(index, payload.count, begin);
         if (threadIdx.x == 32) {
-            range[1] = lower_bound(payload.index, payload.count, begin + STRETCH);
+            range[1] = lower_bound(index, payload.count, begin + STRETCH);
         }
         __syncthreads();
         const u64 end = range[1];
-        const V* value = (const V*)payload.value;
         for (u64 at = range[0] + threadIdx.x; at < end; at += THREADS) {
-            T& cell = out[payload.index[at]];
+            T& cell = out[index[at]];
             cell = plus(cell, times((T)widen(value[at]), alpha));
         }
         // The next rank's threads read what these wrote, and `range` is about to change.

@@ -77,11 +77,13 @@ __device__ inline void threshold(const SelectSegment* segments) {
     const SelectSegment segment = segments[blockIdx.x];
     u32 bin;
     u64 reached;
-    find_bin<u64>(segment.counts, Format<T>::BINS, segment.k, bin, reached);
+    const u64* counts = global(segment.counts);
+    SelectState* state = global(segment.state);
+    find_bin<u64>(counts, Format<T>::BINS, segment.k, bin, reached);
     if (threadIdx.x == 0) {
-        segment.state->bin = segment.state->prefix = bin;
-        segment.state->candidates = reached;
-        segment.state->wanted = segment.k - (reached - segment.counts[bin]);
+        state->bin = state->prefix = bin;
+        state->candidates = reached;
+        state->wanted = segment.k - (reached - counts[bin]);
     }
 }
 
@@ -108,8 +110,8 @@ __device__ inline void compact(const SelectSegment* segments, const u32* segment
     const u32 ticket = take_ticket(tickets);
     const SelectSegment segment = segments[segment_of_block[ticket]];
     const u32 tile = ticket - (u32)segment.first_block;
-    const u64 bin = segment.state->bin;
-    const T* vector = (const T*)segment.vector;
+    const u64 bin = global(segment.state)->bin;
+    const T* vector = global((const T*)segment.vector);
     const i64 begin = (i64)tile * TILE_ITEMS + threadIdx.x * 4, length = segment.length;
 
     T values[ROUNDS][4];
@@ -130,15 +132,16 @@ __device__ inline void compact(const SelectSegment* segments, const u32* segment
     }
     u64 before[ROUNDS];
     const u64 total = count_in_tile(chosen, 0, before);
-    const u32 start = firsts(look_back(segment.compact_states, tile, total));
-    T* list_value = (T*)segment.list_value;
+    const u32 start = firsts(look_back(global(segment.compact_states), tile, total));
+    u32* list_index = global(segment.list_index);
+    T* list_value = global((T*)segment.list_value);
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round) {
         u32 to = start + firsts(before[round]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if ((chosen >> (4 * round + i)) & 1) {
-                segment.list_index[to] = (u32)(begin + round * THREADS * 4 + i);
+                list_index[to] = (u32)(begin + round * THREADS * 4 + i);
                 list_value[to] = values[round][i];
                 ++to;
             }
@@ -152,9 +155,10 @@ __device__ inline void refine(const SelectSegment* segments, const u32* segment_
                               u32 shift, u32 width) {
     __shared__ u32 counts[DIGITS];
     const SelectSegment segment = segments[segment_of_block[blockIdx.x]];
-    SelectState* state = segment.state;
+    SelectState* state = global(segment.state);
+    u32* all_counts = global(segment.digits);
     const u64 prefix = state->prefix, candidates = state->candidates, wanted = state->wanted;
-    const T* list = (const T*)segment.list_value;
+    const T* list = global((const T*)segment.list_value);
     const int digits = 1 << width;
     for (int i = threadIdx.x; i < DIGITS; i += THREADS) counts[i] = 0;
     __syncthreads();
@@ -183,20 +187,20 @@ __device__ inline void refine(const SelectSegment* segments, const u32* segment_
     if (run) atomicAdd(&counts[digit], run);
     __syncthreads();
     for (int i = threadIdx.x; i < digits; i += THREADS) {
-        if (counts[i]) atomicAdd(&segment.digits[i], counts[i]);
+        if (counts[i]) atomicAdd(&all_counts[i], counts[i]);
     }
     if (last_block((u32*)&state->finished, segment.refine_blocks)) {
         u32 found;
         u64 reached;
         // Digits that `width` bits cannot express have count 0.
-        find_bin<u32>(segment.digits, DIGITS, wanted, found, reached);
+        find_bin<u32>(all_counts, DIGITS, wanted, found, reached);
         if (threadIdx.x == 0) {
             state->prefix = prefix << width | found;
-            state->wanted = wanted - (reached - ((volatile u32*)segment.digits)[found]);
+            state->wanted = wanted - (reached - ((volatile u32*)all_counts)[found]);
             state->finished = 0;
         }
         __syncthreads();
-        for (int i = threadIdx.x; i < DIGITS; i += THREADS) segment.digits[i] = 0;
+        for (int i = threadIdx.x; i < DIGITS; i += THREADS) all_counts[i] = 0;
     }
 }
 
@@ -208,11 +212,12 @@ __device__ inline void filter(const SelectSegment* segments, const u32* segment_
     const SelectSegment segment = segments[segment_of_block[ticket]];
     const u32 tile = ticket - (u32)segment.first_block;
     const i64 begin = (i64)tile * TILE_ITEMS + threadIdx.x * 4;
-    const i64 candidates = (i64)segment.state->candidates;
+    const SelectState* state = global(segment.state);
+    const i64 candidates = (i64)state->candidates;
     if ((i64)tile * TILE_ITEMS >= candidates) return;
-    const u64 kth = segment.state->prefix;
-    const u32 wanted = (u32)segment.state->wanted;
-    const T* list = (const T*)segment.list_value;
+    const u64 kth = state->prefix;
+    const u32 wanted = (u32)state->wanted;
+    const T* list = global((const T*)segment.list_value);
 
     T values[ROUNDS][4];
     u32 above = 0, equal = 0;
@@ -233,9 +238,11 @@ __device__ inline void filter(const SelectSegment* segments, const u32* segment_
     }
     u64 before[ROUNDS];
     const u64 total = count_in_tile(above, equal, before);
-    const u64 start = look_back(segment.filter_states, tile, total);
-    T* out_value = (T*)segment.out_value;
-    T* vector = (T*)segment.vector;
+    const u64 start = look_back(global(segment.filter_states), tile, total);
+    const u32* list_index = global(segment.list_index);
+    i64* out_index = global(segment.out_index);
+    T* out_value = global((T*)segment.out_value);
+    T* vector = global((T*)segment.vector);
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round) {
         u32 over = firsts(start) + firsts(before[round]);
@@ -246,8 +253,8 @@ __device__ inline void filter(const SelectSegment* segments, const u32* segment_
             const bool is_tie = (equal >> (4 * round + i)) & 1;
             if (is_over || (is_tie && ties < wanted)) {
                 const u32 to = over + (ties < wanted ? ties : wanted);
-                const u32 index = segment.list_index[begin + round * THREADS * 4 + i];
-                segment.out_index[to] = index;
+                const u32 index = list_index[begin + round * THREADS * 4 + i];
+                out_index[to] = index;
                 if (out_value) out_value[to] = values[round][i];
                 if (segment.clear) vector[index] = T(0);
             }

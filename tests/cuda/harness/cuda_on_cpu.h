@@ -203,3 +203,6 @@ inline int __double2int_rn(double value) {
 }
 inline long long __double2ll_rn(double value) { return (long long)rint(value); }
 inline float __double2float_rn(double value) { return (float)value; }
+
+inline bool __isGlobal(const void*) { return true; }
+#define __builtin_assume(condition) ((void)(condition))
