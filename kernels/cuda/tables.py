@@ -8,6 +8,7 @@ says whose each one is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -53,6 +54,55 @@ SELECT_SEGMENT = _words(
 )
 SCATTER_SEGMENT = _words("out length alpha payloads ranks first_block", alpha=np.float64)
 SCATTER_PAYLOAD = _words("index value count")
+
+#: ``orthonormalise.cu``: most rows of a matrix, columns of a partial sum and of each kernel's block.
+MOST_ROWS = 64
+ORTHO_CHUNK = 4_096
+ORTHO_TOP_COLUMNS = 16_384
+ORTHO_GRAM_COLUMNS = 512
+ORTHO_APPLY_COLUMNS = 128
+ORTHO_STACK = _words(
+    "stack out tops sums weights backs active hard rank length chunks"
+)
+#: A matrix that is still ill-conditioned after the first pass and these has to stay so.
+ORTHO_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class OrthoShape:
+    """Blocks of each launch and scratch of one pass over a stack ``[batch, rank, length]``.
+
+    Attributes:
+        top: blocks of ``ortho_top_*``.
+        gram: blocks of ``ortho_gram_*``.
+        apply: blocks of ``ortho_apply_*``; those of ``ortho_factor`` are ``batch``.
+        chunks: partial sums of each matrix.
+        tops: 64-bit words, to be zero before each pass.
+        sums: 64-bit words, likewise.
+        weights: 32-bit words.
+    """
+
+    top: int
+    gram: int
+    apply: int
+    chunks: int
+    tops: int
+    sums: int
+    weights: int
+
+
+def ortho_shape(batch: int, rank: int, length: int) -> OrthoShape:
+    """What orthonormalising a stack takes; every size is at least 1, and ``rank`` at most 64."""
+    chunks, padded = ceil_div(length, ORTHO_CHUNK), 4 * ceil_div(rank, 4)
+    return OrthoShape(
+        top=batch * rank * ceil_div(length, ORTHO_TOP_COLUMNS),
+        gram=batch * ceil_div(length, ORTHO_GRAM_COLUMNS),
+        apply=batch * ceil_div(length, ORTHO_APPLY_COLUMNS),
+        chunks=chunks,
+        tops=batch * rank,
+        sums=batch * chunks * 2 * rank * rank,
+        weights=batch * rank * padded * 2,
+    )
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -179,3 +179,34 @@ def magnitude(vector: np.ndarray) -> np.ndarray:
     if vector.dtype == np.float64:
         return vector.view(np.uint64) & np.uint64(0x7FFF_FFFF_FFFF_FFFF)
     return vector.view(np.uint32) & np.uint32(0x7FFF_FFFF)
+
+
+def orthonormalise(
+    stack: np.ndarray, lib: harness.Library | None = None, **options: int
+) -> tuple[np.ndarray, int]:
+    """Rows made orthonormal, with further passes where needed, and how many passes there were."""
+    batch, rank, length = stack.shape
+    name, shape = str(stack.dtype), tables.ortho_shape(*stack.shape)
+    out = aligned_empty(stack.size, stack.dtype).reshape(stack.shape)
+    given = placed(stack.reshape(-1))
+    tops, sums = np.zeros(shape.tops, dtype=np.uint64), np.zeros(shape.sums, dtype=np.uint64)
+    weights, backs = aligned_empty(shape.weights, np.int32), np.zeros(shape.tops)
+    active: np.ndarray | None = None
+    lib = lib or library("orthonormalise")
+    for passes in range(1, 2 + tables.ORTHO_REPEATS):
+        hard = np.full(batch, 7, dtype=np.uint32)
+        tops[:] = sums[:] = 0
+        table = np.zeros(1, dtype=tables.ORTHO_STACK)
+        source = given if passes == 1 else out
+        table[0] = (
+            address(source), address(out), address(tops), address(sums), address(weights),
+            address(backs), address(active), address(hard), rank, length, shape.chunks,
+        )  # fmt: skip
+        lib.launch(f"ortho_top_{name}", shape.top, table, **options)
+        lib.launch(f"ortho_gram_{name}", shape.gram, table, **options)
+        lib.launch("ortho_factor", batch, table, **options)
+        lib.launch(f"ortho_apply_{name}", shape.apply, table, **options)
+        active = hard
+        if not hard.any():
+            break
+    return out, passes

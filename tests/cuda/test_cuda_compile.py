@@ -24,9 +24,14 @@ REGISTERS = {
     "select_compact": 128,
     "select_filter": 128,
     "scatter_add": 40,
+    "ortho_top": 48,
+    "ortho_gram": 128,
+    "ortho_factor": 128,
+    "ortho_apply": 96,
 }
 #: Fewest 16-byte loads and stores of global memory, likewise, where there must be any.
 WIDE_LOADS = {"accumulate": 2, "select_compact": 4, "select_filter": 4, "select_refine": 1}
+WIDE_LOADS["ortho_apply"] = 2
 WIDE_STORES = {"accumulate": 1}
 #: Shared memory that a block may have without asking for more.
 SHARED = 48 * 1024
@@ -64,8 +69,10 @@ def test_registers_spills_and_wide_loads(name: str, arch: str) -> None:
         stores = len(re.findall(r"\bSTG\.E[.\w]*\.128", code[kernel]))
         assert loads >= (limit(WIDE_LOADS, kernel) or 0), f"{kernel}: {loads} 16-byte loads"
         assert stores >= (limit(WIDE_STORES, kernel) or 0), f"{kernel}: {stores} 16-byte stores"
-        # A fused product and sum would round once, where the CPU rounds twice.
-        assert not re.search(r"\b[FD]FMA\b", code[kernel]) or kernel.startswith("ortho"), kernel
+        # A fused product and sum would round once, where the CPU rounds twice. (Quotients and
+        # roots are made of such steps, and are correctly rounded.)
+        if kernel != "ortho_factor":
+            assert not re.search(r"\b[FD]FMA\b", code[kernel]), kernel
 
 
 def test_the_harness_runs_what_is_compiled() -> None:

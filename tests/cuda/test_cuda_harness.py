@@ -47,10 +47,19 @@ def run_scatter(lib: harness.Library, seed: int) -> list[np.ndarray]:
     return [out]
 
 
+def run_orthonormalise(lib: harness.Library, seed: int) -> list[np.ndarray]:
+    stack = np.random.default_rng(2).standard_normal((2, 13, 600)).astype(np.float32)
+    # So that one of the two needs another pass.
+    stack[1, 1:] = stack[1, :1] + np.float32(1e-4) * stack[1, 1:]
+    found, passes = on_cpu.orthonormalise(stack, lib, seed=seed)
+    return [found, np.array(passes)]
+
+
 RUN: dict[str, Callable[[harness.Library, int], list[np.ndarray]]] = {
     "accumulate": run_accumulate,
     "select": run_select,
     "scatter": run_scatter,
+    "orthonormalise": run_orthonormalise,
 }
 BARRIER = "__syncthreads();"
 
