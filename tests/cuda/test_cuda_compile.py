@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 
-import build
+from hvd_greco.kernels.cuda import build
 import harness
 import pytest
 
