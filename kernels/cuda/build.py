@@ -9,6 +9,7 @@ cuda-bindings, nvidia-cuda-nvrtc, nvidia-cuda-nvcc (ptxas) and nvidia-cuda-nvdis
 
 from __future__ import annotations
 
+import importlib
 import re
 import shutil
 import subprocess
@@ -66,7 +67,7 @@ def kernels(name: str) -> tuple[str, ...]:
 def _compiled(name: str, arch: str, target: str) -> bytes:
     # NVRTC itself, and not cuda.core.Program: that asks the driver for its version when it makes
     # PTX (1.2.2), and here there is none.
-    from cuda.bindings import nvrtc
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
 
     def check(answer: tuple) -> tuple:
         if answer[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
@@ -106,7 +107,7 @@ def compile_cubin(name: str, arch: str) -> bytes:
 def tool(name: str) -> str | None:
     """Where a program of the CUDA toolkit is: from pip's packages, or on the PATH."""
     try:
-        import nvidia
+        nvidia = importlib.import_module("nvidia")
     except ImportError:
         roots = []
     else:

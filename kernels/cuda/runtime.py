@@ -5,6 +5,7 @@ CuPy is imported at the first launch, so that everything else here works where t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -93,7 +94,7 @@ def upload(device: torch.device, arrays: Sequence[np.ndarray]) -> list[torch.Ten
     for array, start in zip(arrays, starts[:-1], strict=True):
         together[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
     there = torch.from_numpy(together).to(device)
-    return [there[start:end] for start, end in zip(starts[:-1], starts[1:], strict=True)]
+    return [there[start:end] for start, end in itertools.pairwise(starts)]
 
 
 def zeros(device: torch.device, *words: int) -> list[torch.Tensor]:

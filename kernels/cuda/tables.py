@@ -55,15 +55,13 @@ SELECT_SEGMENT = _words(
 SCATTER_SEGMENT = _words("out length alpha payloads ranks first_block", alpha=np.float64)
 SCATTER_PAYLOAD = _words("index value count")
 
-#: ``orthonormalise.cu``: most rows of a matrix, columns of a partial sum and of each kernel's block.
+#: ``orthonormalise.cu``: most rows of a matrix, columns of a partial sum and of each block.
 MOST_ROWS = 64
 ORTHO_CHUNK = 4_096
 ORTHO_TOP_COLUMNS = 16_384
 ORTHO_GRAM_COLUMNS = 512
 ORTHO_APPLY_COLUMNS = 128
-ORTHO_STACK = _words(
-    "stack out tops sums weights backs active hard rank length chunks"
-)
+ORTHO_STACK = _words("stack out tops sums weights backs active hard rank length chunks")
 #: A matrix that is still ill-conditioned after the first pass and these has to stay so.
 ORTHO_REPEATS = 5
 

@@ -103,7 +103,7 @@ def select(
     lib: harness.Library | None = None,
     **options: int,
 ) -> list[Selection]:
-    """The ``ks[i]`` entries of greatest magnitude of every vector, in a fixed number of launches."""
+    """The ``ks[i]`` entries of greatest magnitude of every vector, in few launches."""
     dtype = vectors[0].dtype
     name, size = str(dtype), dtype.itemsize
     low = {4: 20, 8: 51}[size]

@@ -105,7 +105,7 @@ def test_half_formats(kind: str, offset: int) -> None:
 
 @pytest.mark.parametrize("alias", ["residual", "gradient", "no residual", "no out"])
 def test_places(alias: str) -> None:
-    """``out`` may be either input; without a residual it counts as zero; ``out`` may be left out."""
+    """``out`` may be either input or left out; without a residual it counts as zero."""
     gradient = on_cpu.placed(vectors.make("gaussian", 5000))
     residual = on_cpu.placed(vectors.make("ties", 5000))
     expected = (gradient if alias == "no residual" else residual + gradient).copy()

@@ -10,9 +10,10 @@ import importlib.util
 import os
 import re
 
-from hvd_greco.kernels.cuda import build
 import harness
 import pytest
+
+from hvd_greco.kernels.cuda import build
 
 ARCHITECTURES = ["75", "80", "90", "100"]
 #: Most registers of a thread, by the beginning of a kernel's name. With 256 threads in a block, 64

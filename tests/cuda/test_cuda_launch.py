@@ -147,9 +147,7 @@ def test_blocks_around_a_tile() -> None:
 
 def test_tables_agree_with_the_sources() -> None:
     """Constants and structs are stated in C and in Python."""
-    texts = {
-        path.name: path.read_text() for path in on_cpu.harness.KERNELS.glob("*.cu*")
-    }
+    texts = {path.name: path.read_text() for path in on_cpu.harness.KERNELS.glob("*.cu*")}
     for name, define, value in (
         ("common.cuh", "THREADS", tables.THREADS),
         ("select.cu", "DIGITS", tables.DIGITS),

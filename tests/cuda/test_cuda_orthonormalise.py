@@ -17,7 +17,8 @@ def _portable() -> types.ModuleType:
     """``kernels/portable_linalg.py`` by itself: of torch it needs the name only, to be imported."""
     path = Path(__file__).resolve().parents[2] / "kernels" / "portable_linalg.py"
     spec = importlib.util.spec_from_file_location("portable_linalg_alone", path)
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     had = sys.modules.get("torch")
     sys.modules["torch"] = had or types.SimpleNamespace(Tensor=None)  # type: ignore[assignment]
@@ -61,7 +62,7 @@ def gaussian(*shape: int, dtype: type = np.float32) -> np.ndarray:
 
 RANKS = [1, 2, 3, 4, 5, 8, 13, 16, 32, 33, 64]
 if harness.sanitizing():
-    RANKS = [1, 3, 4, 16, 33, 64]
+    RANKS = [1, 5, 16, 64]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -71,7 +72,12 @@ def test_ranks(rank: int, dtype: type) -> None:
         check(gaussian(2, rank, length, dtype=dtype))
 
 
-@pytest.mark.parametrize("length", [1, 31, 33, 127, 128, 129, 511, 513, 4096, 4097, 16_385])
+LENGTHS = [1, 31, 33, 127, 128, 129, 511, 513, 4096, 4097, 16_385]
+if harness.sanitizing():
+    LENGTHS = [1, 33, 129, 513]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
 def test_lengths(length: int) -> None:
     """Around the columns of each kernel's block, and of a partial sum."""
     check(gaussian(1, 3, length))
@@ -129,6 +135,7 @@ def near_one() -> np.ndarray:
     return 1 - rng.random((1, 4, 20 * 4096 + 1)) * 2.0**-8
 
 
+@pytest.mark.skipif(harness.sanitizing(), reason="long")
 def test_partial_sums_are_added_in_order() -> None:
     check(near_one())
     # And it shows: with partial sums of other columns something else comes out.

@@ -160,7 +160,8 @@ def _compile(source: str, flags: list[str], library: Path) -> None:
     clean = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "kernels.cpp"
-        text.write_text(f'#include "cuda_on_cpu.h"\n#undef __global__\n#define __global__ KERNEL\n{source}')
+        marked = "#undef __global__\n#define __global__ KERNEL"
+        text.write_text(f'#include "cuda_on_cpu.h"\n{marked}\n{source}')
         seen = subprocess.run(
             ["g++", "-E", "-P", "-I", str(HERE), str(text)],
             capture_output=True, text=True, env=clean, check=True,
