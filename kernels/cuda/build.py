@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 #: The ``.cu`` files.
 FILES = tuple(sorted(path.stem for path in HERE.glob("*.cu")))
 #: For NVRTC. A product and a sum must not be fused: other devices round both.
-OPTIONS = ("--std=c++17", "--fmad=false")
+OPTIONS = ("-std=c++17", "--fmad=false")
 
 
 @dataclass(frozen=True)
