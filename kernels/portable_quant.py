@@ -217,6 +217,25 @@ def dequantise_add(
         out[start:stop].add_(values, alpha=alpha)
 
 
+def quantiser_errors(vector: torch.Tensor, bucket: int, norm: str, nearest: bool) -> torch.Tensor:
+    scales = bucket_scales(vector, bucket, norm).double()
+    errors = torch.zeros(7, dtype=torch.float64, device=vector.device)
+    for start, stop in _pieces(vector.numel(), bucket):
+        piece = vector[start:stop].double()
+        factors = scales[start // bucket :].repeat_interleave(bucket)[: piece.numel()]
+        dead = factors == 0
+        for width in range(7):
+            steps = factors / ((1 << width + 1) - 1)
+            ratios = torch.where(dead, 0.0, piece / steps)
+            if nearest:
+                loss = (ratios - ratios.round()) ** 2
+            else:
+                share = ratios - ratios.floor()
+                loss = share * (1 - share)
+            errors[width] += torch.where(dead, piece**2, loss * steps**2).sum()
+    return errors
+
+
 # -- bits -----------------------------------------------------------------------------------
 
 

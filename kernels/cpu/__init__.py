@@ -26,6 +26,7 @@ from .quantise import (  # noqa: F401
     dequantise_mean,
     quantise,
     quantise_pack,
+    quantiser_errors,
 )
 from .selection import (  # noqa: F401
     accumulate,

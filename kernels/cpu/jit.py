@@ -43,7 +43,10 @@ def inline(function: Callable[..., Any]) -> Any:
 
 
 def inline_sum(function: Callable[..., Any]) -> Any:
-    """:func:`inline` for sums of whole numbers that are exact in any order: it may be any order."""
+    """:func:`inline` for sums whose order does not matter, so that the compiler may choose it.
+
+    Either they are exact in any order, or they are statistics.
+    """
     return numba.njit(**_OPTIONS, fastmath={"reassoc", "contract"})(function)
 
 

@@ -10,7 +10,7 @@ import torch
 from ...errors import WireError
 from .. import scalar
 from . import threads
-from .jit import Kernel, inline
+from .jit import Kernel, inline, inline_sum
 from .random import key_words, noise_between
 
 _SIGNED = {torch.float32: (np.int32, 0x7FFF_FFFF), torch.float64: (np.int64, (1 << 63) - 1)}
@@ -248,6 +248,49 @@ def _dequantise_mean(buffer, words, offsets, scale_bytes, bucket, bits, ranks, f
     return worst
 
 
+@inline_sum
+def _rounding(part, factor, nearest):
+    """Sum of the squared errors of rounding ``|x| * factor`` to whole numbers, in whole numbers."""
+    total = 0.0
+    if nearest:
+        for i in range(part.size):
+            ratio = np.float64(part[i]) * factor
+            loss = ratio - np.rint(ratio)
+            total += loss * loss
+    else:
+        for i in range(part.size):
+            ratio = np.float64(part[i]) * factor
+            share = ratio - np.floor(ratio)
+            total += share * (1.0 - share)
+    return total
+
+
+@inline_sum
+def _energy(part):
+    total = 0.0
+    for i in range(part.size):
+        total += np.float64(part[i]) * np.float64(part[i])
+    return total
+
+
+@Kernel
+def _errors(vector, patterns, magnitude, tiny, l2, bucket, nearest, errors):
+    """Adds each width's error to ``errors``."""
+    for begin in range(0, vector.size, bucket):
+        end = min(begin + bucket, vector.size)
+        part = vector[begin:end]
+        scale = np.float64(_scale(part, patterns[begin:end], magnitude, tiny, l2))
+        if scale == 0:  # comes out as zeros
+            energy = _energy(part)
+            for width in range(errors.size):
+                errors[width] += energy
+            continue
+        for width in range(errors.size):
+            levels = (1 << (width + 1)) - 1
+            step = scale / levels
+            errors[width] += _rounding(part, levels / scale, nearest) * step * step
+
+
 # -- operations ------------------------------------------------------------------------------
 
 
@@ -351,6 +394,26 @@ def accumulate_quantise(
         addends = (given.numpy(), one, factor)
     bucket = min(bucket, max(1, vector.numel()))
     _call(vector, addends, norm, False, scales, bucket, bits, key, out, True)
+
+
+def quantiser_errors(vector: torch.Tensor, bucket: int, norm: str, nearest: bool) -> torch.Tensor:
+    signed, magnitude = _SIGNED[vector.dtype]
+    array = vector.numpy()
+    tiny = np.finfo(array.dtype).tiny
+    bucket = min(bucket, max(1, array.size))
+    parts = threads.spans(array.size, bucket)
+    errors = np.zeros((len(parts), 7))
+    threads.each(
+        _errors,
+        [
+            (
+                array[a:b], array[a:b].view(signed), signed(magnitude), tiny, norm == "l2", bucket,
+                nearest, row,
+            )
+            for (a, b), row in zip(parts, errors, strict=True)
+        ],
+    )  # fmt: skip
+    return torch.from_numpy(errors.sum(axis=0))
 
 
 def dequantise_add(
