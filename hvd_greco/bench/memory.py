@@ -90,7 +90,8 @@ class _Dispatched(TorchDispatchMode):
         f"aten::{name}"
         for name in (
             "empty", "empty_like", "empty_strided", "view", "_unsafe_view", "slice", "select", "t",
-            "transpose", "unsqueeze", "detach", "alias", "expand", "as_strided", "permute",
+            "transpose", "unsqueeze", "detach", "alias", "lift_fresh", "expand",
+            "as_strided", "permute",
         )
     )  # fmt: skip
 

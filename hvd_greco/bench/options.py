@@ -185,7 +185,8 @@ def _numbers(argument: str, text: str, least: int, most: int) -> tuple[int, ...]
             number = float("nan")
         if not (number.is_integer() and least <= number <= most):
             raise ConfigError(
-                f"{argument}: {word!r} is not a whole number from {least} to {most:,} (1e6 is one)"
+                f"{argument}: {word!r} is not a whole number from {least} to {most:,}"
+                + (" (1e6 is one)" if most > 10**6 else "")
             )
         return int(number)
 

@@ -76,9 +76,13 @@ def draw(record: Record, path: Path) -> None:
 
 
 def _roof(rows: list[Row]) -> tuple[list[int], list[float]]:
-    """Sizes, and the median copy's GB/s at each."""
+    """Sizes, and the median copy's GB/s at each: those of vectors, unless there are none.
+
+    Factors that are made orthonormal have sizes of their own, with a case or two at each: their
+    copies would say more about chance than about the machine.
+    """
     found: dict[int, list[float]] = {}
-    for row in rows:
+    for row in [row for row in rows if row.length is None] or rows:
         found.setdefault(row.numel, []).append(row.copy_bytes_per_second / 1e9)
     sizes = sorted(found)
     return sizes, [sorted(found[size])[len(found[size]) // 2] for size in sizes]

@@ -127,6 +127,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         commit: of the source, with ``+changes`` if it had any; None outside a checkout.
         device: ``cpu`` or ``cuda``.
         threads: of torch and of the kernels.
+        load: the machine's load average over the minute before; None if it does not tell.
         memory_method: how ``extra_bytes`` was measured.
     """
 
@@ -136,6 +137,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     commit: str | None
     device: str
     threads: int
+    load: float | None
     machine: Machine
     versions: dict[str, str]
     memory_method: str
@@ -172,6 +174,14 @@ def read_record(path: Path) -> Record:
 def now() -> str:
     """UTC, to the second."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def find_load() -> float | None:
+    """Processes that wanted a core in the last minute, on average."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except OSError:
+        return None
 
 
 def find_versions() -> dict[str, str]:

@@ -74,13 +74,30 @@ def _columns(record: Record) -> dict[str, Callable[[Row], str]]:
 
 
 def headline(record: Record) -> str:
-    """Machine, versions, threads, date and commit in one line."""
+    """Machine, versions, threads, date, commit and load in one line."""
     machine = record.machine
     where = machine.gpu or f"{machine.cores} x {machine.cpu}"
     threads = f"{record.threads} thread{'s' if record.threads > 1 else ''}"
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+    load = "" if record.load is None else f", load {record.load:.1f} before"
     return (
-        f"{where}, {threads}; {versions}; {record.date[:10]}, commit {record.commit or 'unknown'}"
+        f"{where}, {threads}{load}; {versions}; {record.date[:10]}, "
+        f"commit {record.commit or 'unknown'}"
+    )
+
+
+#: Load from which medians may say more about the neighbours than about us.
+_BUSY = 0.5
+
+
+def warning(record: Record) -> str | None:
+    """What should keep a reader from trusting the times, if there is anything."""
+    if record.device != "cpu" or record.load is None or record.load < _BUSY:
+        return None
+    return (
+        f"The machine was busy before (load {record.load:.1f}): with more than one thread, torch's "
+        "threads wait for each other, and then a copy or a chain takes many times its time. Wait "
+        "until it is quiet, or measure with --threads 1."
     )
 
 

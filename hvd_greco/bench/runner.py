@@ -37,7 +37,7 @@ def run_bench(
         raise ConfigError("--low-ranks: all of them exceed all --lengths, so nothing is left")
     device = _device(options.device)
     check_memory(cases, device)
-    before = torch.get_num_threads()
+    load, before = record.find_load(), torch.get_num_threads()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     try:
@@ -60,6 +60,7 @@ def run_bench(
         commit=record.find_commit(),
         device=options.device,
         threads=threads,
+        load=load,
         machine=record.find_machine(gpu),
         versions=record.find_versions(),
         memory_method=memory.CUDA_METHOD if gpu else memory.CPU_METHOD,

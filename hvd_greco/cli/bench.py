@@ -178,6 +178,9 @@ def _show(record: Record, markdown: bool, plot_file: Path | None) -> None:
         if record.starts:
             console.print(report.make_starts(record.starts))
         console.print(f"extra MB: {record.memory_method}.", highlight=False)
+    warning = report.warning(record)
+    if warning:
+        Console(stderr=True).print(f"[yellow]{warning}[/]", highlight=False)
     if plot_file is not None:
         from ..bench.plot import draw
 
