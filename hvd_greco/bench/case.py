@@ -55,7 +55,7 @@ class Work:
         state: what both write into; what they return counts as well.
         reset: brings ``state`` back to where a call found it, if a second call would not do the
             same work as the first. Never timed.
-        rivals: other libraries' ways to do it, by name.
+        rivals: further ways to do it, by name: other libraries', or torch's in another layout.
         error: how far from right what ``ours`` returned is.
     """
 

@@ -17,6 +17,7 @@ def _orthonormalise(case: Case, device: torch.device) -> Work:
     stack = make_input("gaussian", rank * length, device).view(1, rank, length)
     # LAPACK wants columns one after the other: this view is just that, and saves torch a copy.
     columns = stack[0].t()
+    usual = columns.contiguous()
 
     def error(found: torch.Tensor) -> float:
         rows = found[0].double()
@@ -25,7 +26,7 @@ def _orthonormalise(case: Case, device: torch.device) -> Work:
     return Work(
         lambda: kernels.orthonormalise(stack),
         lambda: torch.linalg.qr(columns).Q,
-        rivals=cupy_rivals.qr(columns),
+        rivals={"qr of [n, r]": lambda: torch.linalg.qr(usual).Q, **cupy_rivals.qr(columns)},
         error=error,
     )
 
@@ -94,7 +95,7 @@ OPERATIONS = (
         "orthonormalise", "orthonormalise", ("length", "low_rank"),
         "8 n r: the factor read and written",
         lambda case: 8.0 * case.numel,
-        "linalg.qr of the factor as columns",
+        "linalg.qr of the factor as LAPACK wants it; `others`: of a contiguous [n, r]",
         _orthonormalise,
         crossed=True,
     ),
