@@ -26,7 +26,7 @@ from .linalg import (  # noqa: F401  (the part of the table that is about low-ra
     project_rows,
     shared_uniform,
 )
-from .quantise import (  # noqa: F401  (the part of the table that is about quantisers)
+from .quantisers import (  # noqa: F401  (the part of the table that is about quantisers)
     accumulate_quantise,
     bucket_scales,
     dequantise_add,

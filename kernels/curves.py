@@ -12,7 +12,7 @@ import torch
 
 from ..errors import ConfigError
 from .dispatch import call, need_flat
-from .quantise import _check_bucket, _check_norm
+from .quantisers import _check_bucket, _check_norm
 from .selection import Histogram
 
 #: Bit widths whose errors :func:`quantiser_errors` gives.
@@ -56,8 +56,8 @@ def quantiser_errors(vector: torch.Tensor, bucket: int, norm: str, nearest: bool
 
     Args:
         vector: fp32 or fp64, shape ``[d]``, contiguous, finite.
-        bucket: as for :func:`~.quantise.bucket_scales`.
-        norm: as for :func:`~.quantise.bucket_scales`.
+        bucket: as for :func:`~.quantisers.bucket_scales`.
+        norm: as for :func:`~.quantisers.bucket_scales`.
         nearest: rounded to nearest; else at random, whose error is the expected one.
 
     Returns:

@@ -19,7 +19,7 @@ from .elementwise import (  # noqa: F401
     unpack_bitmap,
 )
 from .orthonormal import orthonormalise  # noqa: F401
-from .quantise import (  # noqa: F401
+from .quantisers import (  # noqa: F401
     accumulate_quantise,
     bucket_scales,
     dequantise_add,
