@@ -27,7 +27,7 @@ from .jit import Kernel, inline, inline_sum
 _CHUNK, _BITS, _PASSES = cholesky.CHUNK, cholesky.BITS, cholesky.PASSES
 _DEPENDENT, _HARD = cholesky.DEPENDENT, cholesky.HARD
 #: Entries from which another thread is worth its handing over, twice.
-_PER_THREAD = 1 << 17
+_PER_THREAD = 1 << 18
 
 
 @inline_sum

@@ -210,8 +210,9 @@ def _dequantise_mean(buffer, words, offsets, scale_bytes, bucket, bits, ranks, f
         end = min(begin + 8 * bucket, out.size)
         target = out[begin:end]
         skip = scale_bytes + (first + begin) * bits // 8
-        target[:] = 0
         payload = 0
+        if offsets.size < 4:
+            target[:] = 0
         while payload < offsets.size:
             left = offsets.size - payload
             group = 4 if left >= 4 else 2 if left >= 2 else 1
@@ -239,12 +240,20 @@ def _dequantise_mean(buffer, words, offsets, scale_bytes, bucket, bits, ranks, f
                     continue
                 c, r = codes[2, start:stop], words[offsets[payload + 2] // width + place]
                 d, s = codes[3, start:stop], words[offsets[payload + 3] // width + place]
-                for i in range(part.size):
-                    total = part[i] + kind(np.int32(a[i]) - levels) * step * p
-                    total += kind(np.int32(b[i]) - levels) * step * q
-                    total += kind(np.int32(c[i]) - levels) * step * r
-                    total += kind(np.int32(d[i]) - levels) * step * s
-                    part[i] = total * factor
+                if payload == 0:
+                    for i in range(part.size):
+                        total = kind(np.int32(a[i]) - levels) * step * p
+                        total += kind(np.int32(b[i]) - levels) * step * q
+                        total += kind(np.int32(c[i]) - levels) * step * r
+                        total += kind(np.int32(d[i]) - levels) * step * s
+                        part[i] = total * factor
+                else:
+                    for i in range(part.size):
+                        total = part[i] + kind(np.int32(a[i]) - levels) * step * p
+                        total += kind(np.int32(b[i]) - levels) * step * q
+                        total += kind(np.int32(c[i]) - levels) * step * r
+                        total += kind(np.int32(d[i]) - levels) * step * s
+                        part[i] = total * factor
             payload += group
         if not exact:
             for i in range(target.size):
