@@ -171,6 +171,8 @@ __device__ inline void gram(const Stack& s) {
 // one only what is on and below it is not zero, so both fit into a table one column wider:
 // left (i, c) at [i][c + 1], right (i, c) at [i][c].
 #define WIDTH (MOST_ROWS + 1)
+static_assert(WIDTH <= THREADS, "a thread for each column");
+
 __device__ inline void round_to(float& to, double value) { to = __double2float_rn(value); }
 __device__ inline void round_to(double& to, double value) { to = value; }
 
@@ -224,8 +226,9 @@ __device__ inline void factor(const Stack& s) {
         const bool good = pivot > DEPENDENT_SQUARED;
         const double root = __dsqrt_rn(good ? pivot : 1.0);
         __syncthreads();
-        for (int c = threadIdx.x; c <= rank; c += THREADS) {
-            row[c] = good ? __ddiv_rn(row[c], root) : 0.0;
+        // A loop here makes ptxas spill on sm_90.
+        if ((int)threadIdx.x <= rank) {
+            row[threadIdx.x] = good ? __ddiv_rn(row[threadIdx.x], root) : 0.0;
         }
         __syncthreads();
         // Below it: columns up to j of what is beside, columns from i on of the left square.
