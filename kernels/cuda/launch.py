@@ -6,7 +6,7 @@ nothing waits for the device except :func:`orthonormalise`, once.
 
 Extra memory, beside results: accumulate 8 bytes a block of 16,384 elements; select_topk 8 bytes an
 element (12 for fp64: its list of candidates is as long as the vector if all magnitudes are alike)
-and 32 KiB a vector; scatter_add none that grows; orthonormalise ``16 * r**2`` bytes for each 4,096
+and 32 KiB a vector; scatter_add none that grows; orthonormalise ``8 * r**2`` bytes for each 512
 columns.
 """
 
@@ -236,8 +236,8 @@ def orthonormalise(stack: torch.Tensor) -> torch.Tensor:
     device, name = stack.device, _NAMES[stack.dtype]
     shape = tables.ortho_shape(batch, rank, length)
     stack, out = stack.detach(), torch.empty_like(stack)
-    weights = torch.empty(shape.weights, dtype=torch.int32, device=device)
-    backs = torch.empty(shape.tops, dtype=torch.float64, device=device)
+    weights = torch.empty(shape.weights, dtype=stack.dtype, device=device)
+    downs = torch.empty(shape.tops, dtype=torch.float64, device=device)
     active: torch.Tensor | None = None
     for repeat in range(1 + tables.ORTHO_REPEATS):
         tops, sums = zeros(device, shape.tops, shape.sums)
@@ -246,12 +246,12 @@ def orthonormalise(stack: torch.Tensor) -> torch.Tensor:
         row = np.zeros(1, dtype=tables.ORTHO_STACK)
         row[0] = (
             _address(given), _address(out), _address(tops), _address(sums), _address(weights),
-            _address(backs), _address(active), _address(hard), rank, length, shape.chunks,
+            _address(downs), _address(active), _address(hard), rank, length, shape.chunks,
         )  # fmt: skip
         (table,) = upload(device, (row,))
         launch("orthonormalise", f"ortho_top_{name}", shape.top, device, table)
         launch("orthonormalise", f"ortho_gram_{name}", shape.gram, device, table)
-        launch("orthonormalise", "ortho_factor", batch, device, table)
+        launch("orthonormalise", f"ortho_factor_{name}", batch, device, table)
         launch("orthonormalise", f"ortho_apply_{name}", shape.apply, device, table)
         if not bool(hard.any()):
             break

@@ -55,13 +55,13 @@ SELECT_SEGMENT = _words(
 SCATTER_SEGMENT = _words("out length alpha payloads ranks first_block", alpha=np.float64)
 SCATTER_PAYLOAD = _words("index value count")
 
-#: ``orthonormalise.cu``: most rows of a matrix, columns of a partial sum and of each block.
+#: ``orthonormalise.cu``: most rows of a matrix, columns of a partial sum (:mod:`..cholesky` states
+#: it for all backends) and of the blocks of other launches.
 MOST_ROWS = 64
-ORTHO_CHUNK = 4_096
+ORTHO_CHUNK = 512
 ORTHO_TOP_COLUMNS = 16_384
-ORTHO_GRAM_COLUMNS = 512
-ORTHO_APPLY_COLUMNS = 128
-ORTHO_STACK = _words("stack out tops sums weights backs active hard rank length chunks")
+ORTHO_APPLY_COLUMNS = 64
+ORTHO_STACK = _words("stack out tops sums weights downs active hard rank length chunks")
 #: A matrix that is still ill-conditioned after the first pass and these has to stay so.
 ORTHO_REPEATS = 5
 
@@ -73,11 +73,11 @@ class OrthoShape:
     Attributes:
         top: blocks of ``ortho_top_*``.
         gram: blocks of ``ortho_gram_*``.
-        apply: blocks of ``ortho_apply_*``; those of ``ortho_factor`` are ``batch``.
+        apply: blocks of ``ortho_apply_*``; those of ``ortho_factor_*`` are ``batch``.
         chunks: partial sums of each matrix.
         tops: 64-bit words, to be zero before each pass.
         sums: 64-bit words, likewise.
-        weights: 32-bit words.
+        weights: numbers of the stack's dtype.
     """
 
     top: int
@@ -94,12 +94,12 @@ def ortho_shape(batch: int, rank: int, length: int) -> OrthoShape:
     chunks, padded = ceil_div(length, ORTHO_CHUNK), 4 * ceil_div(rank, 4)
     return OrthoShape(
         top=batch * rank * ceil_div(length, ORTHO_TOP_COLUMNS),
-        gram=batch * ceil_div(length, ORTHO_GRAM_COLUMNS),
+        gram=batch * chunks,
         apply=batch * ceil_div(length, ORTHO_APPLY_COLUMNS),
         chunks=chunks,
         tops=batch * rank,
-        sums=batch * chunks * 2 * rank * rank,
-        weights=batch * rank * padded * 2,
+        sums=batch * chunks * rank * rank,
+        weights=batch * rank * padded,
     )
 
 

@@ -190,7 +190,7 @@ def orthonormalise(
     out = aligned_empty(stack.size, stack.dtype).reshape(stack.shape)
     given = placed(stack.reshape(-1))
     tops, sums = np.zeros(shape.tops, dtype=np.uint64), np.zeros(shape.sums, dtype=np.uint64)
-    weights, backs = aligned_empty(shape.weights, np.int32), np.zeros(shape.tops)
+    weights, downs = aligned_empty(shape.weights, stack.dtype), np.zeros(shape.tops)
     active: np.ndarray | None = None
     lib = lib or library("orthonormalise")
     for passes in range(1, 2 + tables.ORTHO_REPEATS):
@@ -200,11 +200,11 @@ def orthonormalise(
         source = given if passes == 1 else out
         table[0] = (
             address(source), address(out), address(tops), address(sums), address(weights),
-            address(backs), address(active), address(hard), rank, length, shape.chunks,
+            address(downs), address(active), address(hard), rank, length, shape.chunks,
         )  # fmt: skip
         lib.launch(f"ortho_top_{name}", shape.top, table, **options)
         lib.launch(f"ortho_gram_{name}", shape.gram, table, **options)
-        lib.launch("ortho_factor", batch, table, **options)
+        lib.launch(f"ortho_factor_{name}", batch, table, **options)
         lib.launch(f"ortho_apply_{name}", shape.apply, table, **options)
         active = hard
         if not hard.any():

@@ -72,7 +72,7 @@ def test_registers_spills_and_wide_loads(name: str, arch: str) -> None:
         assert stores >= (limit(WIDE_STORES, kernel) or 0), f"{kernel}: {stores} 16-byte stores"
         # A fused product and sum would round once, where the CPU rounds twice. (Quotients and
         # roots are made of such steps, and are correctly rounded.)
-        if kernel != "ortho_factor":
+        if not kernel.startswith("ortho_factor"):
             assert not re.search(r"\b[FD]FMA\b", code[kernel]), kernel
 
 

@@ -13,7 +13,7 @@ import vectors
 torch = pytest.importorskip("torch")
 
 from hvd_greco.errors import ConfigError  # noqa: E402
-from hvd_greco.kernels import portable, portable_linalg  # noqa: E402
+from hvd_greco.kernels import cholesky, portable, portable_linalg  # noqa: E402
 from hvd_greco.kernels.cuda import launch, runtime, tables  # noqa: E402
 
 
@@ -155,12 +155,16 @@ def test_tables_agree_with_the_sources() -> None:
         ("orthonormalise.cu", "MOST_ROWS", tables.MOST_ROWS),
         ("orthonormalise.cu", "CHUNK", tables.ORTHO_CHUNK),
         ("orthonormalise.cu", "TOP_COLUMNS", tables.ORTHO_TOP_COLUMNS),
-        ("orthonormalise.cu", "GRAM_COLUMNS", tables.ORTHO_GRAM_COLUMNS),
+        ("orthonormalise.cu", "ENTRY_BITS", cholesky.BITS),
+        ("orthonormalise.cu", "SAFE", cholesky.SAFE),
+        ("orthonormalise.cu", "DEPENDENT_SQUARED", "0x1p-32"),
+        ("orthonormalise.cu", "HARD", "0x1p4"),
         ("orthonormalise.cu", "APPLY_COLUMNS", tables.ORTHO_APPLY_COLUMNS),
     ):
         assert f"#define {define} {value}\n" in texts[name], define
-    assert tables.ORTHO_CHUNK == portable_linalg._CHUNK
-    assert tables.ORTHO_REPEATS == portable_linalg._PASSES
+    assert tables.ORTHO_CHUNK == cholesky.CHUNK
+    assert tables.ORTHO_REPEATS == cholesky.PASSES
+    assert (cholesky.DEPENDENT**2, cholesky.HARD) == (2.0**-32, 2.0**4)
     for name, struct, dtype in (
         ("accumulate.cu", "AccumulateSegment", tables.ACCUMULATE_SEGMENT),
         ("select.cu", "SelectSegment", tables.SELECT_SEGMENT),
