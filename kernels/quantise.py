@@ -287,7 +287,8 @@ def natural_pack(
 
     Args:
         vector: fp32 or fp64, shape ``[d]``, contiguous.
-        exponent: 0-dim int32, at least -1022, with no magnitude above ``2**exponent``.
+        exponent: 0-dim int32, at least -126 for fp32 and -1022 for fp64, with no magnitude above
+            ``2**exponent``.
         key: two 64-bit words.
         out: uint8, shape ``[d]``.
     """

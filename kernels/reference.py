@@ -1,0 +1,75 @@
+"""The reference backend: every operation of the table in NumPy, slow and obvious, the oracle.
+
+Written from the contract in the table and from nothing else. Where a result is discrete (which
+positions, codes, packed bytes, lanes, random words, and the sum that ``accumulate`` rounds twice)
+every backend has these bits. Elsewhere this is arithmetic in fp64 or more, and :data:`TOLERANCES`
+says how far from it a backend may be.
+
+It may serve for real: ``register_backend("cpu", reference)``.
+"""
+
+from __future__ import annotations
+
+from .reference_linalg import (  # noqa: F401
+    add_low_rank,
+    low_rank,
+    orthonormalise,
+    project_columns,
+    project_rows,
+    shared_uniform,
+)
+from .reference_quant import (  # noqa: F401
+    accumulate_quantise,
+    bucket_scales,
+    dequantise_add,
+    dequantise_mean,
+    lanes_add,
+    mean_magnitude,
+    natural_add,
+    natural_pack,
+    pack_bits,
+    quantise,
+    quantise_lanes,
+    quantise_pack,
+    sign_add,
+    sign_pack,
+    unpack_bits,
+)
+from .reference_selection import (  # noqa: F401
+    accumulate,
+    accumulate_select,
+    all_finite,
+    pack_bitmap,
+    pack_block_offsets,
+    pack_int32,
+    scatter_add,
+    select_sampled,
+    select_topk,
+    shared_indices,
+    take_topk,
+    unpack_bitmap,
+    unpack_block_offsets,
+    unpack_int32,
+)
+
+#: Results that are rounded on the way: how far a backend may be from this one, in units in the
+#: last place of the largest number that went into an entry (for sums of many: of their
+#: magnitudes' sum). Whatever is not here agrees to the last bit.
+TOLERANCES: dict[str, float] = {
+    "accumulate.energies": 64,  # of fp64, whatever the vector: sums in another order
+    "scatter_add.out": 8,
+    "bucket_scales.l2": 4,
+    "quantise.vector": 2,
+    "accumulate_quantise.vector": 2,
+    "dequantise_mean.out": 8,
+    "dequantise_add.out": 2,
+    "lanes_add.out": 3,
+    "natural_add.out": 1,
+    "mean_magnitude.mean": 2,
+    "sign_add.out": 2,
+    "orthonormalise.rows": 64,
+    "project_rows.out": 8,
+    "project_columns.out": 8,
+    "low_rank.out": 8,
+    "add_low_rank.out": 8,
+}
