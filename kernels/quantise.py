@@ -181,6 +181,8 @@ def dequantise_add(
 ) -> None:
     """``out += alpha * values`` of what :func:`quantise_pack` wrote; ``out`` in the scales' dtype.
 
+    The product is rounded before it is added, so that every backend gives the same bits.
+
     Raises:
         WireError: the wrong number of bytes, the code that is never used, or a negative scale.
     """
