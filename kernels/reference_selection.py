@@ -100,19 +100,17 @@ def scatter_add(
     sums = out.numpy().astype(np.float64)
     with np.errstate(all="ignore"):
         for positions, values in payloads:
-            for position, value in zip(positions.tolist(), values.tolist(), strict=True):
-                sums[position] += alpha * value
+            sums[positions.numpy()] += alpha * values.numpy().astype(np.float64)
     store(out, sums)
 
 
 def pack_block_offsets(indices: torch.Tensor, numel: int) -> torch.Tensor:
     counts = [0] * -(-numel // 65_536)
-    offsets = b""
     for index in indices.tolist():
         counts[index // 65_536] += 1
-        offsets += (index % 65_536).to_bytes(2, "little")
-    tables = b"".join(count.to_bytes(4, "little") for count in counts) if len(counts) > 1 else b""
-    return _bytes(tables + offsets)
+    parts = [count.to_bytes(4, "little") for count in counts if len(counts) > 1]
+    parts += [(index % 65_536).to_bytes(2, "little") for index in indices.tolist()]
+    return _bytes(b"".join(parts))
 
 
 def unpack_block_offsets(buffer: torch.Tensor, numel: int, k: int) -> torch.Tensor:
@@ -164,4 +162,4 @@ def all_finite(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(data: bytes) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+    return torch.tensor(list(data), dtype=torch.uint8)
