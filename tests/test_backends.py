@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from hvd_greco import kernels
+from hvd_greco.errors import WireError
 from hvd_greco.kernels import dispatch, portable, portable_linalg, portable_quant, reference
 
 cpu = pytest.importorskip("hvd_greco.kernels.cpu")
@@ -28,7 +29,7 @@ cpu = pytest.importorskip("hvd_greco.kernels.cpu")
 DTYPES = (torch.float32, torch.float64)
 SMALL = (1, 2, 31, 32, 33, 63, 64, 65, 255, 256, 257, 511, 512, 513, 4095, 4096, 4097)
 LARGE = (65_535, 65_536, 65_537, 131_073, 300_001)
-KINDS = ("gauss", "heavy", "constant", "sparse", "ties", "special", "subnormal", "huge")
+KINDS = ("gauss", "heavy", "constant", "sparse", "ties", "special", "rare", "subnormal", "huge")
 KEY = (0x0123_4567_89AB_CDEF, 0xFEDC_BA98_7654_3210)
 #: Served by the table itself, the same for every backend, unless it asks one.
 PORTABLE = (portable, portable_quant, portable_linalg)
@@ -57,6 +58,9 @@ def vector_of(kind: str, numel: int, dtype: torch.dtype, seed: int = 0) -> torch
         values[rng.random(numel) < 0.2] = np.inf
         values[rng.random(numel) < 0.1] = -np.inf
         values[rng.random(numel) < 0.1] = np.nan
+    elif kind == "rare":  # among finite numbers, far apart
+        values[rng.random(numel) < 0.003] = np.nan
+        values[rng.random(numel) < 0.002] = -np.inf
     return torch.from_numpy(values).to(dtype)
 
 
@@ -292,10 +296,12 @@ def runs_of_select_sampled(data: Data) -> Iterator[Run]:
 
 
 def positions_of(data: Data, which: int, k: int | None = None) -> torch.Tensor:
-    """Distinct positions, ascending."""
+    """Distinct positions, ascending; those where a block of 65,536 begins and ends among them."""
     k = data.rng.randint(1, data.numel) if k is None else k
-    rng = np.random.default_rng((which, data.numel))
-    return torch.tensor(np.sort(rng.permutation(data.numel)[:k]).tolist(), dtype=torch.int64)
+    every = np.random.default_rng((which, data.numel)).permutation(data.numel)
+    edge = np.isin((every + 1) % 65_536, (0, 1)) & (every > 0)
+    chosen = np.concatenate((every[edge], every[~edge]))[:k]
+    return torch.tensor(np.sort(chosen).tolist(), dtype=torch.int64)
 
 
 @row
@@ -529,22 +535,24 @@ def runs_of_dequantise_mean(data: Data) -> Iterator[Run]:
             at += -at % 8
         buffer = torch.cat([torch.zeros(0, dtype=torch.uint8), *parts])
         scale_bytes = -(-data.numel // option.bucket) * data.vector(0, 1).element_size()
+        # As many as sent, more (some sent nothing), and a power of two.
+        ranks = data.rng.choice((max(1, option.payloads), option.payloads + 1, 8))
 
         def run(
             option: Any = option,
+            ranks: int = ranks,
             buffer: torch.Tensor = buffer,
             starts: list[int] = starts,
             scale_bytes: int = scale_bytes,
             bound: torch.Tensor = bound,
         ) -> Outcome:
             out = torch.full((data.numel,), 7.0, dtype=data.dtype)
-            ranks = option.payloads + 1 + option.bits % 2
             kernels.dequantise_mean(
                 buffer, starts, scale_bytes, option.bucket, option.bits, ranks, out
             )
             return {"out": Result(out, bound)}
 
-        yield str(option), run
+        yield f"{option} ranks={ranks}", run
 
 
 @row
@@ -701,7 +709,7 @@ def runs_of_sign_add(data: Data) -> Iterator[Run]:
 
 def matrix_of(data: Data, which: int, *shape: int) -> torch.Tensor:
     """Of moderate size, so that no sum of products overflows; that is not what these are for."""
-    kind = "gauss" if data.kind in ("special", "huge", "subnormal") else data.kind
+    kind = "gauss" if data.kind in ("special", "rare", "huge", "subnormal") else data.kind
     numel = int(np.prod(shape))
     return vector_of(kind, numel, data.dtype, data.seed + which).view(*shape)
 
@@ -877,6 +885,30 @@ def test_agrees_with_the_reference(operation: str, kind: str, dtype: torch.dtype
     first = (KINDS.index(kind) + DTYPES.index(dtype)) % 3
     for numel in SMALL[first::3]:
         check(operation, Data(kind, numel, dtype))
+
+
+@pytest.mark.parametrize("backend", ["portable", "cpu", "reference"])
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_the_code_that_is_never_used_is_refused(backend: str, bits: int) -> None:
+    """In any payload, at both ends of what it holds."""
+    numel, scales = 29, torch.ones(4)
+    for guilty, at in itertools.product(range(3), (0, 8, numel - 1)):
+        parts = []
+        for payload in range(3):
+            codes = torch.zeros(numel, dtype=torch.uint8)
+            codes[at] = 2**bits - 1 if payload == guilty else 2**bits - 2
+            packed = reference_packed(codes, bits)
+            parts += [scales.view(torch.uint8), packed]
+            parts.append(torch.zeros(-packed.numel() % 8, dtype=torch.uint8))
+        starts = [i * (16 + parts[1].numel() + parts[2].numel()) for i in range(3)]
+        innocent = [start for i, start in enumerate(starts) if i != guilty]
+        out, buffer = torch.zeros(numel), torch.cat(parts)
+        with serving({"portable": None, "cpu": cpu, "reference": reference}[backend]):
+            kernels.dequantise_mean(buffer, innocent, 16, 8, bits, 2, out)
+            with pytest.raises(WireError, match=f"code {2**bits - 1} received"):
+                kernels.dequantise_mean(buffer, starts, 16, 8, bits, 3, out)
+            with pytest.raises(WireError, match=f"code {2**bits - 1} received"):
+                kernels.dequantise_add(parts[3 * guilty + 1], scales, 8, bits, 1.0, out)
 
 
 @pytest.mark.parametrize("backend", ["portable", "cpu", "reference"])
