@@ -405,6 +405,7 @@ def runs_of_bucket_scales(data: Data) -> Iterator[Run]:
                 scales = kernels.bucket_scales(data.vector(), bucket, norm)
                 finite = largest(data.vector(), bucket).isfinite()
                 assert not bool(scales[~finite].isfinite().any())
+                assert bool((scales >= largest(data.vector(), bucket))[finite].all())
                 return {norm: Result(scales, of=finite), "finite": Result(scales.isfinite())}
 
             yield f"bucket={bucket} {norm}", run
@@ -881,9 +882,9 @@ def check(operation: str, data: Data) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_agrees_with_the_reference(operation: str, kind: str, dtype: torch.dtype) -> None:
-    # A third of the sizes for each kind and dtype, so that each size has five or six of them.
-    first = (KINDS.index(kind) + DTYPES.index(dtype)) % 3
-    for numel in SMALL[first::3]:
+    # Half of the sizes for each kind and dtype, so that each size has nine of them.
+    first = (KINDS.index(kind) + DTYPES.index(dtype)) % 2
+    for numel in SMALL[first::2]:
         check(operation, Data(kind, numel, dtype))
 
 

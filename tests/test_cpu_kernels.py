@@ -312,7 +312,7 @@ def sampled(numel: int, k: int) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", [20_000, 200_000])
-@pytest.mark.parametrize("large", ["in the sample", "outside of it", "outside, falling"])
+@pytest.mark.parametrize("large", ["in the sample", "outside of it", "outside, falling", "but one"])
 def test_a_misleading_sample_costs_a_pass_and_no_entry(
     large: str, numel: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,6 +326,10 @@ def test_a_misleading_sample_costs_a_pass_and_no_entry(
         # All of the k largest are in the list already when it is cut for the first time.
         fall = torch.linspace(2e6, 1e6, numel, dtype=dtype)
         vector = torch.where(torch.from_numpy(inside), vector / 1e6, fall)
+    elif large == "but one":
+        # k - 1 entries reach the threshold that the sample gives.
+        vector = torch.linspace(1, 2, numel, dtype=dtype)
+        vector[np.flatnonzero(inside)[: k - 1]] = 9.0
     expected = reference.select_topk(vector, k)
 
     passes = []
@@ -340,7 +344,8 @@ def test_a_misleading_sample_costs_a_pass_and_no_entry(
     positions, values = cpu.take_topk(vector.clone(), k, False)
     assert torch.equal(positions, expected)
     assert torch.equal(values, vector[expected])
-    if large == "in the sample":
+    too_few = large in ("in the sample", "but one")
+    if too_few:
         # The first pass finds too few, the second all that are needed.
         assert len(passes) == 2
         assert passes[0] < k <= passes[1]
@@ -362,7 +367,7 @@ def test_a_misleading_sample_costs_a_pass_and_no_entry(
         assert not bool(out[expected].any())
         keep = torch.ones(numel, dtype=torch.bool).index_fill_(0, expected, False)
         assert torch.equal(out[keep], vector[keep])
-    if numel > 2 * threads.LEAST_ELEMENTS and large == "in the sample":
+    if numel > 2 * threads.LEAST_ELEMENTS and too_few:
         assert len(passes) == 2, "one extra pass for each call"
 
 
