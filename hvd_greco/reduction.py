@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 
 import torch
@@ -105,7 +106,10 @@ class Reduction:
         if isinstance(codec, DenseCodec):
             return self._start_dense(pending, codec), pending
         self._checked = True
-        return self._start(pending, level), pending
+        began = time.perf_counter()
+        carried = self._start(pending, level)
+        self._ledger.spend(layer.name, time.perf_counter() - began)
+        return carried, pending
 
     def advance(self, complete: bool) -> None:
         """Move on whatever can be, without waiting; ``complete``: no layer is still to start."""
@@ -303,6 +307,7 @@ class Reduction:
             reduced = Reduced(Kind.CARRIED, tensor[:body], self._group.size)
         if probe.repeated:
             return gradient
+        began = time.perf_counter()
         in_place = _is_workspace(gradient, layer)
         work, sent = pending.work, pending.sent
         if accepted:
@@ -331,6 +336,7 @@ class Reduction:
             out[:1] = math.nan
         if not in_place:
             gradient.copy_(out.view(layer.shape))
+        self._ledger.spend(layer.name, time.perf_counter() - began)
         return gradient
 
 

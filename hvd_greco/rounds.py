@@ -192,7 +192,11 @@ class Rounds:
             )
             for pending in batch
         ]
-        for pending, sent in zip(batch, batch[0].codec.next_rounds(turns), strict=True):
+        began = time.perf_counter()
+        payloads = batch[0].codec.next_rounds(turns)
+        share = (time.perf_counter() - began) / len(batch)
+        for pending, sent in zip(batch, payloads, strict=True):
+            self._ledger.spend(pending.slot.layer.name, share)
             pending.sent = sent
             pending.round += 1
             self._send(pending)

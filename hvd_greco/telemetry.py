@@ -20,6 +20,8 @@ class LayerReport:
             (``exchange="hierarchical"``), and were put on no link.
         dense_bytes: bytes of its uncompressed gradient, as ``greco.Dense`` would send it: its own
             dtype, but fp32 for bf16, which Horovod cannot add up.
+        codec_seconds: time spent on encoding, decoding and memory, between waits; on a GPU, of
+            launching that. 0 for dense layers.
     """
 
     name: str
@@ -28,6 +30,7 @@ class LayerReport:
     sent_bytes: int
     local_bytes: int
     dense_bytes: int
+    codec_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,11 @@ class StepReport:
         return sum(layer.dense_bytes for layer in self.layers)
 
     @property
+    def codec_seconds(self) -> float:
+        """Time spent on encoding, decoding and memory in all layers, without waiting."""
+        return sum(layer.codec_seconds for layer in self.layers)
+
+    @property
     def ratio(self) -> float:
         """``dense_bytes`` by what was sent beyond this host: ``sent_bytes - local_bytes``."""
         outgoing = self.sent_bytes - sum(layer.local_bytes for layer in self.layers)
@@ -73,6 +81,7 @@ class Ledger:
     def __init__(self) -> None:
         self._sent: dict[str, int] = {}
         self._local: dict[str, int] = {}
+        self._spent: dict[str, float] = {}
         self._beacon = 0
         self._network = 0
 
@@ -96,16 +105,26 @@ class Ledger:
             self._sent[layer] = self._sent.get(layer, 0) + nbytes
         self._network += 0 if local else network_bytes(kind, nbytes, world_size)
 
+    def spend(self, layer: str, seconds: float) -> None:
+        """Count time that one layer took this rank's own processor."""
+        self._spent[layer] = self._spent.get(layer, 0.0) + seconds
+
     def close(
         self, step: int, facts: dict[str, tuple[str, float | int | None, int]], nonfinite: bool
     ) -> StepReport:
         """The report of the step; ``facts`` maps a layer to its codec, level and dense bytes."""
         layers = tuple(
             LayerReport(
-                name, codec, level, self._sent.get(name, 0), self._local.get(name, 0), dense
+                name,
+                codec,
+                level,
+                sent_bytes=self._sent.get(name, 0),
+                local_bytes=self._local.get(name, 0),
+                dense_bytes=dense,
+                codec_seconds=self._spent.get(name, 0.0),
             )
             for name, (codec, level, dense) in facts.items()
         )
         report = StepReport(step, layers, self._beacon, self._network, nonfinite)
-        self._sent, self._local, self._beacon, self._network = {}, {}, 0, 0
+        self._sent, self._local, self._spent, self._beacon, self._network = {}, {}, {}, 0, 0
         return report

@@ -15,6 +15,7 @@ import torch
 
 from ..errors import ConfigError
 from . import portable
+from .curves import WIDTHS, quantiser_errors, rank_errors, topk_errors  # noqa: F401
 from .dispatch import backend_of as backend_of
 from .dispatch import register_backend as register_backend
 from .linalg import (  # noqa: F401  (the part of the table that is about low-rank methods)
@@ -25,7 +26,7 @@ from .linalg import (  # noqa: F401  (the part of the table that is about low-ra
     project_rows,
     shared_uniform,
 )
-from .quantise import (  # noqa: F401  (the part of the table that is about quantisers)
+from .quantisers import (  # noqa: F401  (the part of the table that is about quantisers)
     accumulate_quantise,
     bucket_scales,
     dequantise_add,

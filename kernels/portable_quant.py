@@ -219,6 +219,25 @@ def dequantise_add(
         out[start:stop].add_(values if alpha == 1 else values.mul_(alpha))
 
 
+def quantiser_errors(vector: torch.Tensor, bucket: int, norm: str, nearest: bool) -> torch.Tensor:
+    scales = bucket_scales(vector, bucket, norm).double()
+    errors = torch.zeros(7, dtype=torch.float64, device=vector.device)
+    for start, stop in _pieces(vector.numel(), bucket):
+        piece = vector[start:stop].double()
+        factors = scales[start // bucket :].repeat_interleave(bucket)[: piece.numel()]
+        dead = factors == 0
+        for width in range(7):
+            steps = factors / ((1 << width + 1) - 1)
+            ratios = torch.where(dead, 0.0, piece / steps)
+            if nearest:
+                loss = (ratios - ratios.round()) ** 2
+            else:
+                share = ratios - ratios.floor()
+                loss = share * (1 - share)
+            errors[width] += torch.where(dead, piece**2, loss * steps**2).sum()
+    return errors
+
+
 # -- bits -----------------------------------------------------------------------------------
 
 
@@ -331,7 +350,7 @@ def natural_pack(
     vector: torch.Tensor, exponent: torch.Tensor, key: tuple[int, int], out: torch.Tensor
 ) -> None:
     noise = _Noise(key)
-    factor = _power_of_two(-exponent).to(vector.dtype)
+    factor = power_of_two(-exponent).to(vector.dtype)
     for start, stop in _pieces(vector.numel()):
         pattern = (vector[start:stop] * factor).to(torch.float32).view(torch.int32)
         # The mantissa carries into the exponent as often as the value lies above the lower power.
@@ -341,7 +360,7 @@ def natural_pack(
         out[start:stop] = magnitude.bitwise_or_(sign)
 
 
-def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     """2**exponent for -1074 < exponent < 1024, fp64, exact (which pow and exp2 need not be)."""
     biased = exponent.to(torch.int64) + 1023
     subnormal = torch.bitwise_left_shift(torch.ones_like(biased), (biased + 51).clamp_(0, 62))

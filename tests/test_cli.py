@@ -33,11 +33,18 @@ def test_version() -> None:
 def test_help_names_every_command() -> None:
     done = run("--help")
     assert done.returncode == 0
-    assert all(name in done.stdout for name in ("demo", "doctor", "install-horovod"))
+    assert all(name in done.stdout for name in ("demo", "bench", "doctor", "install-horovod"))
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["install-horovod", "--dry-run"], ["demo", "--help"]]
+    "arguments",
+    [
+        ["--help"],
+        ["install-horovod", "--dry-run"],
+        ["demo", "--help"],
+        ["bench", "kernels", "--help"],
+        ["bench", "kernels", "--bits", "9"],
+    ],
 )
 def test_torch_and_horovod_stay_unimported(arguments: list[str]) -> None:
     code = (

@@ -225,7 +225,12 @@ def test_importing_the_command_does_not_import_torch() -> None:
 
 
 def _summary(bits: float | None) -> dict[str, object]:
-    numbers = {"wire_bytes_per_step": 10, "dense_bytes_per_step": 40, "step_ms_median": 1.0}
+    numbers = {
+        "wire_bytes_per_step": 10,
+        "dense_bytes_per_step": 40,
+        "step_ms_median": 1.0,
+        "codec_ms_median": 0.1,
+    }
     numbers["network_bytes_per_step"] = 10
     result = {"method": "dense", **numbers, "ratio": 4.0, "val_bits_per_byte": bits}
     return {"world_size": 2, "steps": 3, "seed": 1, "parameters": 10, "results": [result]}
@@ -271,7 +276,8 @@ def test_two_ranks_train_and_report(tmp_path: Path) -> None:
         ratio = result["dense_bytes_per_step"] / result["wire_bytes_per_step"]
         assert result["ratio"] == pytest.approx(ratio, rel=1e-3)
         assert result["wire_bytes_per_step"] == result["wire_bytes_predicted"]
-        assert result["step_ms_median"] > 0
+        assert result["step_ms_median"] > result["codec_ms_median"]
+        assert (result["codec_ms_median"] > 0) == (result["method"] != "dense")
         assert 2 < result["val_bits_per_byte"] < 8
     dense, topk, _ = summary["results"]
     assert dense["ratio"] == 1

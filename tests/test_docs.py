@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = (ROOT / "docs" / "methods.md").read_text()
+KERNELS = (ROOT / "docs" / "kernels.md").read_text()
 
 
 def benchmark(name: str) -> ModuleType:
@@ -41,6 +42,21 @@ def test_step_time_tables_are_the_recorded_ones(path: Path) -> None:
     assert benchmark("step_time").table(record) in PAGE
     # The page's shell line, whatever its line breaks, is the one that made the record.
     assert record["command"] in " ".join(PAGE.replace("\\\n", " ").split())
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("kernels-*.json")), ids=lambda p: p.stem)
+def test_kernel_tables_are_the_recorded_ones(path: Path) -> None:
+    from hvd_greco.bench import record, report
+
+    found = record.read_record(path)
+    assert report.markdown(found) in KERNELS
+    assert found.command in " ".join(KERNELS.replace("\\\n", " ").split())
+
+
+def test_operations_and_their_bytes_are_the_measured_ones() -> None:
+    from hvd_greco.bench import report
+
+    assert report.operations_markdown() in KERNELS
 
 
 def test_the_readme_has_the_recorded_demo() -> None:

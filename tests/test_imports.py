@@ -41,6 +41,7 @@ ORDER = [
     "launch",
     "install",
     "doctor",
+    "bench",
     "demo",
     "cli",
 ]

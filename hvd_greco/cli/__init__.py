@@ -15,6 +15,7 @@ from rich.console import Console
 
 from .._version import __version__
 from ..errors import GrecoError
+from .bench import bench_app
 from .demo import demo
 from .doctor import doctor
 from .install import install_horovod
@@ -58,6 +59,7 @@ def _options(
 app.command("demo")(demo)
 app.command("install-horovod")(install_horovod)
 app.command("doctor")(doctor)
+app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from ..layers import Addends, Layer
 from ..payload import Kind, Payload, Reduced
 from ..registry import register_codec
 from .base import Level, Work
-from .quant_wire import GatheredQuantiser, check_bits, random_key, rounding_error
+from .quant_wire import GatheredQuantiser, check_bits, random_key
 
 
 def levels_of(bits: Level) -> int:
@@ -93,12 +93,8 @@ class QSGDCodec(GatheredQuantiser):
 
     def expected_error(self, layer: Layer, vector: torch.Tensor, level: Level) -> float:
         """E||C(x) - x||^2 of a vector at a level, summed over its elements."""
-        scales = kernels.bucket_scales(vector, self.bucket, self.norm).double()
-        steps = (scales / levels_of(level)).repeat_interleave(self.bucket)[: vector.numel()]
-        x = vector.double()
-        ratios = torch.where(steps > 0, x / steps, 0.0)
-        error = rounding_error(ratios, self._nearest) * steps**2
-        return float(torch.where(steps > 0, error, x**2).sum())
+        errors = kernels.quantiser_errors(vector, self.bucket, self.norm, self._nearest)
+        return float(errors[kernels.WIDTHS.index(check_bits(level))])
 
     def sections(self, layer: Layer, level: Level) -> tuple[int, int]:
         assert level is not None

@@ -71,10 +71,14 @@ def make_table(summary: dict[str, Any]) -> Table:
         title=f"{summary['parameters']:,} parameters, {summary['world_size']} ranks, "
         f"{summary['steps']:,} steps, seed {summary['seed']}",
         caption="wire bytes: handed to collectives by each rank in a step, counted; "
-        "ratio: dense bytes / wire bytes; on link: what each rank must then put on the network",
+        "ratio: dense bytes / wire bytes; on link: what each rank must then put on the network; "
+        "codec: encoding, decoding and residuals, without waiting for anybody",
     )
     table.add_column("method", no_wrap=True)
-    for heading in ("wire bytes/step", "ratio", "on link", "ms/step", "val bits/byte", "vs dense"):
+    headings = (
+        "wire bytes/step", "ratio", "on link", "ms/step", "codec ms", "val bits/byte", "vs dense",
+    )  # fmt: skip
+    for heading in headings:
         table.add_column(heading, justify="right")
     for result in summary["results"]:
         bits = result["val_bits_per_byte"]
@@ -85,6 +89,7 @@ def make_table(summary: dict[str, Any]) -> Table:
             "-" if result["ratio"] is None else f"{result['ratio']:.1f}x",
             f"{result['network_bytes_per_step']:,}",
             f"{result['step_ms_median']:.1f}",
+            f"{result['codec_ms_median']:.1f}",
             "diverged" if bits is None else f"{bits:.3f}",
             f"{100 * (bits / dense - 1):+.1f} %" if known else "-",
         )

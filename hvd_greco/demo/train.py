@@ -136,7 +136,7 @@ def train_method(
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     traffic = _Traffic(sum(parameter.numel() for parameter in model.parameters()))
-    seconds = []
+    seconds, codec_seconds = [], []
     for step in range(config.steps):
         begin = time.perf_counter()
         for group in optimizer.param_groups:
@@ -152,18 +152,21 @@ def train_method(
             optimizer.step()
         bits = float(loss.detach()) / math.log(2.0)
         seconds.append(time.perf_counter() - begin)
-        traffic.add(compression.last_report)
+        report = compression.last_report
+        codec_seconds.append(0.0 if report is None else report.codec_seconds)
+        traffic.add(report)
         on_step(step + 1, bits, seconds[-1])
     check_equal_parameters(model, method)
     quality = validate(model, corpus, device)
     # No later method may pay for this one's hooks or residuals.
     memory = compression.memory_bytes()
     compression.close()
-    timed = seconds[min(UNTIMED_STEPS, len(seconds) // 2) :]
+    warm = min(UNTIMED_STEPS, len(seconds) // 2)
     return {
         "method": method,
         **traffic.summary(),
-        "step_ms_median": round(1e3 * statistics.median(timed), 3),
+        "step_ms_median": round(1e3 * statistics.median(seconds[warm:]), 3),
+        "codec_ms_median": round(1e3 * statistics.median(codec_seconds[warm:]), 3),
         # JSON has no NaN; a run that diverged has no bits per byte.
         "val_bits_per_byte": quality if math.isfinite(quality) else None,
         "wire_bytes_predicted": compression.wire_bytes(),

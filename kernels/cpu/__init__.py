@@ -7,13 +7,26 @@ called with a dtype, and what was compiled is cached on disk (:mod:`.jit`).
 
 from __future__ import annotations
 
-from .quantise import (  # noqa: F401
+from .elementwise import (  # noqa: F401
+    lanes_add,
+    mean_magnitude,
+    natural_add,
+    natural_pack,
+    pack_bitmap,
+    quantise_lanes,
+    sign_add,
+    sign_pack,
+    unpack_bitmap,
+)
+from .orthonormal import orthonormalise  # noqa: F401
+from .quantisers import (  # noqa: F401
     accumulate_quantise,
     bucket_scales,
     dequantise_add,
     dequantise_mean,
     quantise,
     quantise_pack,
+    quantiser_errors,
 )
 from .selection import (  # noqa: F401
     accumulate,

@@ -31,6 +31,9 @@ _PATIENCE_SECONDS = 120.0
 #: Seconds spent on compiling or loading in this process.
 spent_seconds = 0.0
 
+#: Where the benchmark wants the names of the compiled functions that are called; None costs least.
+trace: list[str] | None = None
+
 _OPTIONS: dict[str, Any] = {
     "nogil": True,  # threads are ours: see .threads
     "error_model": "numpy",  # a division by zero is inf, not an exception
@@ -40,6 +43,14 @@ _OPTIONS: dict[str, Any] = {
 def inline(function: Callable[..., Any]) -> Any:
     """For functions that only other compiled functions call; they are compiled into them."""
     return numba.njit(**_OPTIONS)(function)
+
+
+def inline_sum(function: Callable[..., Any]) -> Any:
+    """:func:`inline` for sums whose order does not matter, so that the compiler may choose it.
+
+    Either they are exact in any order, or they are statistics.
+    """
+    return numba.njit(**_OPTIONS, fastmath={"reassoc", "contract"})(function)
 
 
 class Kernel:
@@ -56,6 +67,8 @@ class Kernel:
         key = tuple([getattr(a, "dtype", None) or type(a) for a in arguments])
         if key not in self._ready:
             self._prepare(key, arguments)
+        if trace is not None:
+            trace.append(self._name)  # a list's append is atomic, unlike += on a number
         return self._compiled(*arguments)
 
     def _prepare(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
@@ -111,7 +124,9 @@ def cache_folder() -> Path | None:
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
     here = Path(__file__).parent
     digest = hashlib.blake2b(digest_size=8)
-    for source in sorted([*here.glob("*.py"), here.parent / "scalar.py"]):
+    for source in sorted(
+        [*here.glob("*.py"), here.parent / "scalar.py", here.parent / "cholesky.py"]
+    ):
         digest.update(source.read_bytes())
     digest.update(f"{numba.__version__} {np.__version__} {platform.machine()} {_cpu()}".encode())
     try:

@@ -10,7 +10,7 @@ import torch
 from ...errors import WireError
 from .. import scalar
 from . import threads
-from .jit import Kernel, inline
+from .jit import Kernel, inline, inline_sum
 from .random import key_words, noise_between
 
 _SIGNED = {torch.float32: (np.int32, 0x7FFF_FFFF), torch.float64: (np.int64, (1 << 63) - 1)}
@@ -203,10 +203,10 @@ def _dequantise_add(packed, scales, bucket, bits, alpha, out):
 def _dequantise_mean(buffer, words, offsets, scale_bytes, bucket, bits, ranks, first, out):
     """The mean of several payloads, added up in order, over one span; returns the largest code.
 
-    Two payloads at a time: that halves how often sums are stored and read again.
+    Up to four payloads at a time: sums are stored and read again less often.
     """
     levels, kind = np.int32((1 << (bits - 1)) - 1), out.dtype.type
-    one, two = np.empty(8 * bucket, np.uint8), np.empty(8 * bucket, np.uint8)
+    codes = np.empty((4, 8 * bucket), np.uint8)
     worst, width, step = 0, out.itemsize, kind(1.0 / levels)
     exact = ranks & (ranks - 1) == 0  # then the inverse is, and costs less than a division
     divisor, inverse = kind(ranks), kind(1.0 / ranks)
@@ -214,42 +214,89 @@ def _dequantise_mean(buffer, words, offsets, scale_bytes, bucket, bits, ranks, f
         end = min(begin + 8 * bucket, out.size)
         target = out[begin:end]
         skip = scale_bytes + (first + begin) * bits // 8
-        for payload in range(0, offsets.size, 2):
-            here = one[: end - begin]
-            _unpack(buffer[offsets[payload] + skip :], bits, here)
-            worst = max(worst, _largest(here))
-            pair = payload + 1 < offsets.size
-            last = payload + 2 >= offsets.size
-            factor = inverse if last and exact else kind(1)
-            there = two[: end - begin]
-            if pair:
-                _unpack(buffer[offsets[payload + 1] + skip :], bits, there)
-                worst = max(worst, _largest(there))
+        target[:] = 0
+        payload = 0
+        while payload < offsets.size:
+            left = offsets.size - payload
+            group = 4 if left >= 4 else 2 if left >= 2 else 1
+            for i in range(group):
+                found = codes[i, : end - begin]
+                _unpack(buffer[offsets[payload + i] + skip :], bits, found)
+                worst = max(worst, _largest(found))
+            factor = inverse if exact and group == left else kind(1)
             for start in range(0, target.size, bucket):
                 stop = min(start + bucket, target.size)
                 place = (first + begin + start) // bucket
-                part, a, b = target[start:stop], here[start:stop], there[start:stop]
-                scale = words[offsets[payload] // width + place]
-                if payload == 0 and pair:
-                    other = words[offsets[1] // width + place]
+                part, a = target[start:stop], codes[0, start:stop]
+                p = words[offsets[payload] // width + place]
+                if group == 1:
                     for i in range(part.size):
-                        value = kind(np.int32(a[i]) - levels) * step * scale
-                        part[i] = (value + kind(np.int32(b[i]) - levels) * step * other) * factor
-                elif payload == 0:
+                        total = part[i] + kind(np.int32(a[i]) - levels) * step * p
+                        part[i] = total * factor
+                    continue
+                b, q = codes[1, start:stop], words[offsets[payload + 1] // width + place]
+                if group == 2:
                     for i in range(part.size):
-                        part[i] = kind(np.int32(a[i]) - levels) * step * scale * factor
-                elif pair:
-                    other = words[offsets[payload + 1] // width + place]
-                    for i in range(part.size):
-                        value = part[i] + kind(np.int32(a[i]) - levels) * step * scale
-                        part[i] = (value + kind(np.int32(b[i]) - levels) * step * other) * factor
-                else:
-                    for i in range(part.size):
-                        part[i] = (part[i] + kind(np.int32(a[i]) - levels) * step * scale) * factor
+                        total = part[i] + kind(np.int32(a[i]) - levels) * step * p
+                        total += kind(np.int32(b[i]) - levels) * step * q
+                        part[i] = total * factor
+                    continue
+                c, r = codes[2, start:stop], words[offsets[payload + 2] // width + place]
+                d, s = codes[3, start:stop], words[offsets[payload + 3] // width + place]
+                for i in range(part.size):
+                    total = part[i] + kind(np.int32(a[i]) - levels) * step * p
+                    total += kind(np.int32(b[i]) - levels) * step * q
+                    total += kind(np.int32(c[i]) - levels) * step * r
+                    total += kind(np.int32(d[i]) - levels) * step * s
+                    part[i] = total * factor
+            payload += group
         if not exact:
             for i in range(target.size):
                 target[i] /= divisor
     return worst
+
+
+@inline_sum
+def _rounding(part, factor, nearest):
+    """Sum of the squared errors of rounding ``|x| * factor`` to whole numbers, in whole numbers."""
+    total = 0.0
+    if nearest:
+        for i in range(part.size):
+            ratio = np.float64(part[i]) * factor
+            loss = ratio - np.rint(ratio)
+            total += loss * loss
+    else:
+        for i in range(part.size):
+            ratio = np.float64(part[i]) * factor
+            share = ratio - np.floor(ratio)
+            total += share * (1.0 - share)
+    return total
+
+
+@inline_sum
+def _energy(part):
+    total = 0.0
+    for i in range(part.size):
+        total += np.float64(part[i]) * np.float64(part[i])
+    return total
+
+
+@Kernel
+def _errors(vector, patterns, magnitude, tiny, l2, bucket, nearest, errors):
+    """Adds each width's error to ``errors``."""
+    for begin in range(0, vector.size, bucket):
+        end = min(begin + bucket, vector.size)
+        part = vector[begin:end]
+        scale = np.float64(_scale(part, patterns[begin:end], magnitude, tiny, l2))
+        if scale == 0:  # comes out as zeros
+            energy = _energy(part)
+            for width in range(errors.size):
+                errors[width] += energy
+            continue
+        for width in range(errors.size):
+            levels = (1 << (width + 1)) - 1
+            step = scale / levels
+            errors[width] += _rounding(part, levels / scale, nearest) * step * step
 
 
 # -- operations ------------------------------------------------------------------------------
@@ -355,6 +402,26 @@ def accumulate_quantise(
         addends = (given.numpy(), one, factor)
     bucket = min(bucket, max(1, vector.numel()))
     _call(vector, addends, norm, False, scales, bucket, bits, key, out, True)
+
+
+def quantiser_errors(vector: torch.Tensor, bucket: int, norm: str, nearest: bool) -> torch.Tensor:
+    signed, magnitude = _SIGNED[vector.dtype]
+    array = vector.numpy()
+    tiny = np.finfo(array.dtype).tiny
+    bucket = min(bucket, max(1, array.size))
+    parts = threads.spans(array.size, bucket)
+    errors = np.zeros((len(parts), 7))
+    threads.each(
+        _errors,
+        [
+            (
+                array[a:b], array[a:b].view(signed), signed(magnitude), tiny, norm == "l2", bucket,
+                nearest, row,
+            )
+            for (a, b), row in zip(parts, errors, strict=True)
+        ],
+    )  # fmt: skip
+    return torch.from_numpy(errors.sum(axis=0))
 
 
 def dequantise_add(
