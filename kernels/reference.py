@@ -16,6 +16,7 @@ from .reference_linalg import (  # noqa: F401
     orthonormalise,
     project_columns,
     project_rows,
+    rank_errors,
     shared_uniform,
 )
 from .reference_quant import (  # noqa: F401
@@ -31,6 +32,7 @@ from .reference_quant import (  # noqa: F401
     quantise,
     quantise_lanes,
     quantise_pack,
+    quantiser_errors,
     sign_add,
     sign_pack,
     unpack_bits,
@@ -47,6 +49,7 @@ from .reference_selection import (  # noqa: F401
     select_topk,
     shared_indices,
     take_topk,
+    topk_errors,
     unpack_bitmap,
     unpack_block_offsets,
     unpack_int32,
@@ -72,6 +75,11 @@ TOLERANCES: dict[str, tuple[float, float]] = {
     "natural_add.out": (1, 1),
     "mean_magnitude.mean": (2, 8),
     "sign_add.out": (2, 2),
+    # Squared errors, fp64: beside the whole energy, with the vector's precision.
+    "topk_errors.errors": (64, 64),
+    "rank_errors.errors": (2.0**12, 2.0**12),
+    "quantiser_errors.float32": (2.0**32, 2.0**32),
+    "quantiser_errors.float64": (256, 256),
     # What fp64 has beyond fp32 is not promised.
     "orthonormalise.rows": (64, 2.0**30),
     "project_rows.out": (8, 8),

@@ -67,6 +67,13 @@ def add_low_rank(
     return target
 
 
+def rank_errors(energy: float, factor: torch.Tensor) -> torch.Tensor:
+    values = np.linalg.svd(factor.numpy().astype(np.float64), compute_uv=False)
+    squares = np.zeros(factor.shape[0])  # a factor may have more rows than singular values
+    squares[: values.size] = values**2
+    return torch.from_numpy(np.maximum(energy - np.cumsum(squares), 0))
+
+
 def _product(out: torch.Tensor, sum_of: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     store(out, np.einsum(sum_of, a.numpy().astype(np.float64), b.numpy().astype(np.float64)))
     return out

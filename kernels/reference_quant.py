@@ -233,3 +233,17 @@ def sign_add(packed: torch.Tensor, scale: torch.Tensor, alpha: float, out: torch
     with np.errstate(all="ignore"):
         step = alpha * float(scale)
         store(out, out.numpy() + np.where(negative, -step, step))
+
+
+def quantiser_errors(vector: torch.Tensor, bucket: int, norm: str, nearest: bool) -> torch.Tensor:
+    """A bucket whose scale is 0 sends nothing, and loses what it holds."""
+    scales = bucket_scales(vector, bucket, norm).numpy().astype(np.float64)
+    scale = np.repeat(scales, bucket)[: vector.numel()]
+    held, errors = np.abs(vector.numpy().astype(np.float64)), []
+    for bits in range(2, 9):
+        step = scale / (2 ** (bits - 1) - 1)
+        place = held / np.where(step > 0, step, 1)
+        above = place - np.floor(place)
+        lost = np.minimum(above, 1 - above) ** 2 if nearest else above * (1 - above)
+        errors.append(math.fsum(np.where(step > 0, lost * step * step, held * held).tolist()))
+    return torch.tensor(errors, dtype=torch.float64)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from ..errors import WireError
 from .reference_random import choose
+from .selection import Histogram
 
 
 def magnitudes(vector: np.ndarray) -> np.ndarray:
@@ -159,6 +163,20 @@ def shared_indices(key: tuple[int, int], numel: int, k: int) -> torch.Tensor:
 
 def all_finite(tensor: torch.Tensor) -> torch.Tensor:
     return torch.tensor(bool(np.isfinite(tensor.to(torch.float64).numpy()).all()))
+
+
+def topk_errors(histogram: Histogram, ks: Sequence[int]) -> torch.Tensor:
+    """Bin after bin from the largest: of one that is not kept whole, each entry counts the same."""
+    errors = []
+    for k in ks:
+        left, lost = k, []
+        bins = zip(histogram.counts.tolist(), histogram.energies.tolist(), strict=True)
+        for count, energy in reversed(list(bins)):
+            kept = min(left, count)
+            lost.append(energy * (count - kept) / count if count else 0.0)
+            left -= kept
+        errors.append(math.fsum(lost))
+    return torch.tensor(errors, dtype=torch.float64)
 
 
 def _bytes(data: bytes) -> torch.Tensor:

@@ -789,10 +789,62 @@ def runs_of_add_low_rank(data: Data) -> Iterator[Run]:
         yield f"{rank} alpha={alpha}", run
 
 
+# -- rows: error curves ----------------------------------------------------------------------
+
+
+def finite(data: Data) -> torch.Tensor:
+    """Finite, with squares that fp64 holds: what error curves are for."""
+    kind = data.kind if data.kind in ("heavy", "constant", "sparse", "ties") else "gauss"
+    return vector_of(kind, data.numel, data.dtype, data.seed)
+
+
+@row
+def runs_of_topk_errors(data: Data) -> Iterator[Run]:
+    vector = finite(data)
+    histogram = kernels.accumulate(vector, vector, 0.0, torch.empty_like(vector))
+    ks = [0, *data.ks()]
+    yield (
+        f"ks={ks}",
+        lambda: {
+            "errors": Result(
+                kernels.topk_errors(histogram, ks), float(vector.double().square().sum())
+            )
+        },
+    )
+
+
+@row
+def runs_of_quantiser_errors(data: Data) -> Iterator[Run]:
+    for option in data.some(3, bucket=data.buckets, norm=("max", "l2"), nearest=(False, True)):
+
+        def run(option: Any = option) -> Outcome:
+            vector = finite(data)
+            scales = reference.bucket_scales(vector, option.bucket, option.norm).double()
+            energy = spread(scales, option.bucket, data.numel).square().sum()
+            bound = torch.tensor([float(energy) / (2 ** (bits - 1) - 1) for bits in range(2, 9)])
+            found = kernels.quantiser_errors(vector, option.bucket, option.norm, option.nearest)
+            return {str(data.dtype).removeprefix("torch."): Result(found, bound.double())}
+
+        yield str(option), run
+
+
+@row
+def runs_of_rank_errors(data: Data) -> Iterator[Run]:
+    for rank in (1, 4):
+        factor = matrix_of(data, 0, rank, max(1, data.numel // 4))
+        energy = float(factor.double().square().sum()) * 1.25
+        yield (
+            f"rank={rank}",
+            lambda factor=factor, energy=energy: {
+                "errors": Result(kernels.rank_errors(energy, factor), energy)
+            },
+        )
+
+
 # -- the suite -------------------------------------------------------------------------------
 
 #: Of the table, and no operations.
-HELPERS = {"backend_of", "register_backend", "blocks", "lane_words", "packed_bytes"}
+HELPERS = {"backend_of", "register_backend", "blocks", "lane_words", "packed_bytes", "power_of_two"}
 
 
 def public(module: types.ModuleType) -> set[str]:
@@ -856,7 +908,7 @@ def reference_tables() -> Iterator[None]:
     with serving(reference), pytest.MonkeyPatch.context() as patch:
         patch.setattr(portable, "shared_indices", reference.shared_indices)
         patch.setattr(portable_linalg, "shared_uniform", reference.shared_uniform)
-        for name in ("all_finite", "pack_int32"):
+        for name in ("all_finite", "pack_int32", "topk_errors", "rank_errors"):
             patch.setattr(kernels, name, getattr(reference, name))
         patch.setattr(kernels, "unpack_int32", reference.unpack_int32)
         yield
