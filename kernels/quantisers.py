@@ -310,7 +310,10 @@ def natural_add(codes: torch.Tensor, factor: float, out: torch.Tensor) -> None:
 
 
 def mean_magnitude(vector: torch.Tensor) -> torch.Tensor:
-    """``sum |x| / d``, 0-dim, the vector's dtype; added up in fp64, so that it never overflows."""
+    """``sum |x| / d``, 0-dim, the vector's dtype; added up in fp64, so that it never overflows.
+
+    In an order that depends on the number of threads (last bits only).
+    """
     need_flat("mean_magnitude", vector, *_FLOATS)
     mean: torch.Tensor = call("mean_magnitude", vector)
     return mean
