@@ -214,7 +214,9 @@ def dequantise_add(
         # Divided before it meets the scale, so that the largest code gives the scale itself.
         shares = codes.to(out.dtype).sub_(levels).mul_(1 / levels)
         values = _over_buckets("mul", shares, scales[start // bucket :], bucket)
-        out[start:stop].add_(values, alpha=alpha)
+        # Not add(alpha=): that may round once where other backends round twice, and ranks that
+        # decode with another one must have equal results.
+        out[start:stop].add_(values if alpha == 1 else values.mul_(alpha))
 
 
 def quantiser_errors(vector: torch.Tensor, bucket: int, norm: str, nearest: bool) -> torch.Tensor:

@@ -181,6 +181,8 @@ def dequantise_add(
 ) -> None:
     """``out += alpha * values`` of what :func:`quantise_pack` wrote; ``out`` in the scales' dtype.
 
+    The product is rounded before it is added, so that every backend gives the same bits.
+
     Raises:
         WireError: the wrong number of bytes, the code that is never used, or a negative scale.
     """
@@ -287,7 +289,8 @@ def natural_pack(
 
     Args:
         vector: fp32 or fp64, shape ``[d]``, contiguous.
-        exponent: 0-dim int32, at least -1022, with no magnitude above ``2**exponent``.
+        exponent: 0-dim int32, at least -126 for fp32 and -1022 for fp64, with no magnitude above
+            ``2**exponent``.
         key: two 64-bit words.
         out: uint8, shape ``[d]``.
     """
@@ -307,7 +310,10 @@ def natural_add(codes: torch.Tensor, factor: float, out: torch.Tensor) -> None:
 
 
 def mean_magnitude(vector: torch.Tensor) -> torch.Tensor:
-    """``sum |x| / d``, 0-dim, the vector's dtype; added up in fp64, so that it never overflows."""
+    """``sum |x| / d``, 0-dim, the vector's dtype; added up in fp64, so that it never overflows.
+
+    In an order that depends on the number of threads (last bits only).
+    """
     need_flat("mean_magnitude", vector, *_FLOATS)
     mean: torch.Tensor = call("mean_magnitude", vector)
     return mean

@@ -141,6 +141,8 @@ def scatter_add(
 ) -> None:
     """``out[positions] += alpha * values`` for each payload, in order.
 
+    The product is rounded before it is added, so that every backend gives the same bits.
+
     Args:
         out: fp32 or fp64, shape ``[d]``, contiguous.
         payloads: positions (int64, ascending, distinct, below d) and values (like ``out``) of

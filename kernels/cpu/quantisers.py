@@ -33,15 +33,19 @@ def _scale(part, patterns, magnitude, tiny, l2):
     room = np.empty(1, patterns.dtype)
     room[0] = top
     peak = room.view(part.dtype)[0]
-    if not (peak >= tiny):
-        return peak if peak != peak else part.dtype.type(0)
-    if not l2 or not np.isfinite(peak):
+    if not np.isfinite(peak):
         return peak
-    total = 0.0
+    if not l2:
+        return peak if peak >= tiny else part.dtype.type(0)
+    # Squares of what is divided by the peak neither overflow nor vanish. Many entries below the
+    # smallest normal number may have a norm above it.
+    unit, total = max(peak, tiny), 0.0
     for i in range(part.size):
-        ratio = np.float64(part[i] / peak)
+        ratio = np.float64(part[i] / unit)
         total += ratio * ratio
-    norm = part.dtype.type(np.sqrt(total) * np.float64(peak))
+    norm = part.dtype.type(np.sqrt(total) * np.float64(unit))
+    if norm < tiny:
+        return part.dtype.type(0)
     # Rounding must not make the norm less than an entry, nor more than the dtype holds.
     return max(peak, norm) if np.isfinite(norm) else np.finfo(part.dtype).max
 

@@ -60,7 +60,7 @@ def _ranks_on_host() -> int:
 def spans(numel: int, align: int = 64) -> list[tuple[int, int]]:
     """Contiguous ranges of about equal length, one for each thread; all but the last aligned."""
     parts = max(1, min(count(), numel // LEAST_ELEMENTS))
-    step = -(-numel // parts // align) * align
+    step = max(1, -(-numel // parts // align)) * align
     return [(start, min(start + step, numel)) for start in range(0, numel, step)] or [(0, 0)]
 
 
