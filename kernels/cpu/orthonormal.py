@@ -104,7 +104,7 @@ def _inverse(sums, inverse):
         table[i, rank + i] = 1.0
     for j in range(rank):
         pivot = table[j, j]
-        if pivot > 0:
+        if pivot > _DEPENDENT * _DEPENDENT:
             root = np.sqrt(pivot)
             for k in range(2 * rank):
                 table[j, k] /= root
