@@ -6,4 +6,5 @@ kernels = ["hvd_greco.kernels"] + [f"hvd_greco.kernels.{name}" for name in find_
 setup(
     packages=find_packages(include=["hvd_greco", "hvd_greco.*"]) + kernels,
     package_dir={"hvd_greco": "hvd_greco", "hvd_greco.kernels": "kernels"},
+    package_data={"hvd_greco.kernels.cuda": ["*.cu", "*.cuh"]},
 )

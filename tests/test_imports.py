@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -181,3 +183,24 @@ def test_names_are_lazy() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_a_wheel_has_everything(tmp_path: Path) -> None:
+    """Also what is not Python: the CUDA kernels are compiled from their text."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    for name in ("hvd_greco", "kernels"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "-w", str(tmp_path), str(tree)], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if "dist-info" not in name}
+    wanted = {path.relative_to(tree) for path in (tree / "hvd_greco").rglob("*") if path.is_file()}
+    wanted |= {
+        Path("hvd_greco", path.relative_to(tree))
+        for path in (tree / "kernels").rglob("*")
+        if path.is_file()
+    }
+    assert packed == {str(path) for path in wanted}

@@ -6,8 +6,9 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import harness
 import numpy as np
+
+import harness
 import tables
 
 

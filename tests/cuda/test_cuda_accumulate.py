@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import on_cpu
 import pytest
+
+import on_cpu
 import tables
 import vectors
 

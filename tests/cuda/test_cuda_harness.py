@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import harness
 import numpy as np
-import on_cpu
 import pytest
+
+import harness
+import on_cpu
 import vectors
 
 HERE = Path(__file__).resolve().parent

@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 import numpy as np
-import on_cpu
 import pytest
+
+import on_cpu
 import vectors
 
 torch = pytest.importorskip("torch")

@@ -7,10 +7,11 @@ import sys
 import types
 from pathlib import Path
 
-import harness
 import numpy as np
-import on_cpu
 import pytest
+
+import harness
+import on_cpu
 
 
 def _portable() -> types.ModuleType:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import harness
 import numpy as np
-import on_cpu
 import pytest
+
+import harness
+import on_cpu
 import tables
 import vectors
 

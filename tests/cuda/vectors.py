@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import harness
 import numpy as np
+
+import harness
 
 #: Lengths around a 16-byte access, a warp, a block's threads and a block's tile.
 LENGTHS = [1, 3, 4, 5, 31, 32, 33, 255, 256, 257, 1023, 1024, 1025, 4095, 4096, 4097]
