@@ -24,7 +24,7 @@ _log = logging.getLogger("hvd_greco")
 #: What serves every device that has nothing faster, operation by operation.
 _PORTABLE = (portable, portable_quant, portable_linalg)
 #: Device type -> module, below this package.
-_MODULES = {"cpu": ".cpu", "cuda": ".cuda.launch"}
+_MODULES = {"cpu": ".cpu", "cuda": ".cuda"}
 #: ``portable`` here switches the others off, for comparisons and for a machine they fail on.
 VARIABLE = "HVD_GRECO_KERNELS"
 
@@ -54,7 +54,9 @@ def _load(device_type: str) -> ModuleType | None:
     if name is None or os.environ.get(VARIABLE) == "portable":
         return None
     try:
-        return importlib.import_module(name, __package__)
+        module = importlib.import_module(name, __package__)
+        # A backend that is not for every machine says so itself, and what it consists of.
+        return module.load() if hasattr(module, "load") else module
     except Exception as error:  # whatever a broken installation may raise
         _log.warning(
             "kernels for %s are not available (%s: %s); slower ones in torch serve instead",

@@ -43,14 +43,15 @@ def accumulate(
     counts: torch.Tensor,
     energies: torch.Tensor,
 ) -> None:
-    _add(out, gradient, residual, scale)
+    add(out, gradient, residual, scale)
     shift = 51 if out.dtype == torch.float64 else 20
     bins = _magnitude_bits(out).bitwise_right_shift(shift).to(torch.int64)
     counts.copy_(torch.bincount(bins, minlength=counts.numel()))
     energies.copy_(torch.bincount(bins, out.double() ** 2, minlength=counts.numel()))
 
 
-def _add(out: torch.Tensor, gradient: torch.Tensor, residual: torch.Tensor, scale: float) -> None:
+def add(out: torch.Tensor, gradient: torch.Tensor, residual: torch.Tensor, scale: float) -> None:
+    """``out = residual + scale * gradient``."""
     # Not add(alpha=): that may round once where the contract rounds twice.
     given = gradient.to(out.dtype)
     torch.add(residual, given if scale == 1 else given * scale, out=out)
@@ -64,7 +65,7 @@ def accumulate_select(
     k: int,
     clear: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _add(out, gradient, residual, scale)
+    add(out, gradient, residual, scale)
     return take_topk(out, k, clear)
 
 

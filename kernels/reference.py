@@ -87,3 +87,7 @@ TOLERANCES: dict[str, tuple[float, float]] = {
     "low_rank.out": (8, 8),
     "add_low_rank.out": (8, 8),
 }
+#: What CUDA kernels add up otherwise: squares in fixed point, so that no order of threads shows.
+CUDA_TOLERANCES: dict[str, tuple[float, float]] = {
+    "accumulate.energies": (2.0**33, 2.0**33),  # 1e-6 of a bin's energy
+}

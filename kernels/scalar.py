@@ -57,3 +57,13 @@ def natural_code(pattern, noise):
     return ((magnitude >> np.int32(23)) & np.int32(0x7F)) | (
         (pattern >> np.int32(24)) & np.int32(0x80)
     )
+
+
+def with_code(word, code, place, bits):
+    """``word`` (uint64, 0 at first) with the ``place``-th of eight codes of ``bits`` bits."""
+    return word | (np.uint64(code) << np.uint64(place * bits))
+
+
+def byte_of(word, place):
+    """The ``place``-th byte of a packed word."""
+    return np.uint8((word >> np.uint64(8 * place)) & np.uint64(255))

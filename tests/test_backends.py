@@ -174,11 +174,17 @@ def assert_near(found: Result, expected: Result, ulps: float, label: str) -> Non
         raise AssertionError(f"{label}: {int((~good).sum())} of {a.numel()}, [{i}] is {first}")
 
 
-def compare(operation: str, found: Outcome, expected: Outcome, label: str) -> None:
+def compare(
+    operation: str,
+    found: Outcome,
+    expected: Outcome,
+    label: str,
+    tolerances: dict[str, tuple[float, float]] = reference.TOLERANCES,
+) -> None:
     """Against the reference: each result as the table of tolerances has it."""
     assert found.keys() == expected.keys()
     for name in expected:
-        allowed = reference.TOLERANCES.get(f"{operation}.{name}")
+        allowed = tolerances.get(f"{operation}.{name}")
         where = f"{label}: {name}"
         if allowed is None:
             assert_same(found[name], expected[name], where)
@@ -914,16 +920,21 @@ def reference_tables() -> Iterator[None]:
         yield
 
 
-def check(operation: str, data: Data) -> None:
+def check(
+    operation: str, data: Data, others: dict[str, types.ModuleType | None] | None = None
+) -> None:
+    """Every run of a row, on ``others`` or else on all backends of this machine."""
     for label, run in ROWS[operation](data):
         where = f"{operation} {data.kind} {data.numel} {data.dtype} {label}"
         with reference_tables():
             expected = run()
         found = {}
-        for name, backend in backends_of(operation).items():
+        for name, backend in (others or backends_of(operation)).items():
             with serving(backend):
                 found[name] = run()
-            compare(operation, found[name], expected, f"{where} on {name}")
+            looser = reference.CUDA_TOLERANCES if name == "cuda" else {}
+            tolerances = {**reference.TOLERANCES, **looser}
+            compare(operation, found[name], expected, f"{where} on {name}", tolerances)
         for result in expected:
             if f"{operation}.{result}" in ALIKE and "cpu" in found:
                 one, other = found["cpu"][result], found["portable"][result]

@@ -121,12 +121,21 @@ def tool(name: str) -> str | None:
 @cache
 def _assembled(name: str, arch: str) -> tuple[str, bytes]:
     """What ``ptxas -v`` says of a file, and the cubin that it makes."""
+    return _assemble(compile_ptx(name, arch), arch)
+
+
+def assemble(ptx: str, arch: str) -> dict[str, Resources]:
+    """What ptxas says of each kernel in ``ptx``; raises CalledProcessError if it refuses it."""
+    return read_resources(_assemble(ptx, arch)[0])
+
+
+def _assemble(ptx: str, arch: str) -> tuple[str, bytes]:
     ptxas = tool("ptxas")
     if ptxas is None:
         raise FileNotFoundError("ptxas: pip install nvidia-cuda-nvcc")
     with tempfile.TemporaryDirectory() as folder:
         text, code = Path(folder) / "kernels.ptx", Path(folder) / "kernels.cubin"
-        text.write_text(compile_ptx(name, arch))
+        text.write_text(ptx)
         command = [ptxas, "-v", f"-arch=sm_{arch}", str(text), "-o", str(code)]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         return said, code.read_bytes()

@@ -1,13 +1,12 @@
-"""The operations that CUDA kernels serve, for torch tensors; register with ``"cuda"``.
+"""Launches of the ``.cu`` kernels on torch tensors: any number of vectors in each launch.
 
-``<operation>`` takes one vector and ``<operation>_many`` any number in the same number of launches.
 Arguments are checked by the table of operations, not here. Results are on the inputs' device, and
 nothing waits for the device except :func:`orthonormalise`, once.
 
-Extra memory, beside results: accumulate 8 bytes a block of 16,384 elements; select_topk 8 bytes an
-element (12 for fp64: its list of candidates is as long as the vector if all magnitudes are alike)
-and 32 KiB a vector; scatter_add none that grows; orthonormalise ``8 * r**2`` bytes for each 512
-columns.
+Extra memory, beside results: accumulate_many 8 bytes a block of 16,384 elements; select_many 8
+bytes an element (12 for fp64: its list of candidates is as long as the vector if all magnitudes are
+alike) and 32 KiB a vector; scatter_add_many none that grows; orthonormalise ``8 * r**2`` bytes for
+each 512 columns.
 """
 
 from __future__ import annotations
@@ -34,32 +33,6 @@ def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def accumulate(
-    gradient: torch.Tensor,
-    residual: torch.Tensor | None,
-    scale: float,
-    out: torch.Tensor | None,
-    counts: torch.Tensor,
-    energies: torch.Tensor,
-) -> None:
-    """``out = residual + scale * gradient``, and the histogram of its magnitudes.
-
-    Product and sum are rounded one after the other. (``torch.add(..., alpha=)`` fuses them on the
-    CPU, so for a ``scale`` that is no power of two it differs in the last bit now and then.)
-
-    Args:
-        gradient: fp32, fp16 or bf16, or fp64, shape ``[d]``.
-        residual: fp32, or fp64 if the gradient is, ``[d]``; None for zero.
-        scale: rounded to ``out``'s dtype.
-        out: like ``residual``; may be it, or the gradient; None for the histogram alone.
-        counts: int64, ``[2048]`` (``[4096]`` for fp64), overwritten: magnitudes by their bits
-            without the 20 (51) lowest.
-        energies: fp64, same shape, overwritten: sums of squares, each within 1e-6 of the exact
-            one and the same to the last bit on every device.
-    """
-    accumulate_many([gradient], [residual], scale, [out], counts[None], energies[None])
-
-
 def accumulate_many(
     gradients: Sequence[torch.Tensor],
     residuals: Sequence[torch.Tensor | None],
@@ -68,7 +41,21 @@ def accumulate_many(
     counts: torch.Tensor,
     energies: torch.Tensor,
 ) -> None:
-    """:func:`accumulate` for vectors of one dtype: one launch, ``[n, bins]`` histograms."""
+    """``out = residual + scale * gradient`` of each vector, and the histogram of its magnitudes.
+
+    One launch. (``torch.add(..., alpha=)`` rounds product and sum at once on the CPU, so for a
+    ``scale`` that is no power of two it differs in the last bit now and then.)
+
+    Args:
+        gradients: fp32, fp16 or bf16, or fp64, shape ``[d]``; one dtype.
+        residuals: fp32, or fp64 if the gradients are, ``[d]``; None for zero.
+        scale: rounded to ``outs``' dtype.
+        outs: like ``residuals``; may be those, or the gradients; None for the histogram alone.
+        counts: int64, ``[n, 2048]`` (``[n, 4096]`` for fp64), overwritten: magnitudes by their
+            bits without the 20 (51) lowest.
+        energies: fp64, same shape, overwritten: sums of squares, each within 1e-6 of the exact
+            one and the same to the last bit on every device.
+    """
     dtype, device = gradients[0].dtype, gradients[0].device
     size = 8 if dtype == torch.float64 else 4
     blocks = [tables.accumulate_blocks(g.numel(), size) for g in gradients]
@@ -86,18 +73,11 @@ def accumulate_many(
     launch("accumulate", f"accumulate_{_NAMES[dtype]}", len(of_block), device, table, owners)
 
 
-def select_topk(
-    vector: torch.Tensor, k: int, histogram: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Positions of the ``k`` entries of greatest magnitude: int64, ascending.
-
-    Args:
-        vector: fp32 or fp64, ``[d]``, ``d`` below 2**31.
-        k: ``1 <= k <= d``.
-        histogram: the ``counts`` that :func:`accumulate` made of this vector, if there are any.
-    """
-    counts = None if histogram is None else histogram[None]
-    return select_many([vector], [k], counts)[0][0]
+def histograms(count: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for the counts and energies of ``count`` vectors of the dtype and device of ``like``."""
+    shape = (count, tables.BINS[like.element_size()])
+    counts = torch.empty(shape, dtype=torch.int64, device=like.device)
+    return counts, torch.empty(shape, dtype=torch.float64, device=like.device)
 
 
 def select_many(
@@ -113,19 +93,18 @@ def select_many(
     Args:
         vectors: fp32 or fp64, each ``[d]``, ``d`` below 2**31.
         ks: how many of each, ``1 <= k <= d``.
-        counts: int64, ``[n, bins]``: their histograms.
+        counts: int64, ``[n, bins]``: their histograms by :func:`accumulate_many`, if there are any.
         clear: set the selected entries of ``vectors`` to zero, as error feedback wants.
     """
     dtype, device = vectors[0].dtype, vectors[0].device
     name, size = _NAMES[dtype], vectors[0].element_size()
     for vector in vectors:
         if vector.numel() >= 1 << 31:
-            raise ConfigError(f"select_topk: {vector.numel()} elements, fewer than 2**31 work")
+            raise ConfigError(f"take_topk: {vector.numel()} elements, fewer than 2**31 work")
     if counts is None:
-        shape = (len(vectors), tables.BINS[size])
-        counts = torch.empty(shape, dtype=torch.int64, device=device)
+        counts, energies = histograms(len(vectors), vectors[0])
         nothing = [None] * len(vectors)
-        accumulate_many(vectors, nothing, 1.0, nothing, counts, torch.empty_like(counts))
+        accumulate_many(vectors, nothing, 1.0, nothing, counts, energies)
 
     blocks = [tables.select_blocks(v.numel()) for v in vectors]
     refine = [tables.refine_blocks(v.numel()) for v in vectors]
@@ -171,31 +150,21 @@ def select_many(
     return found
 
 
-def scatter_add(
-    out: torch.Tensor,
-    payloads: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    alpha: float = 1.0,
-) -> torch.Tensor:
-    """``out[index] += alpha * value`` for each rank's payload, in rank order.
-
-    Every device adds in the same order and rounds product and sum, so the bits are the same.
-
-    Args:
-        out: fp32 or fp64, ``[d]``; changed in place and returned.
-        payloads: ``(index, value)`` of each rank: int64, strictly ascending, below ``d``; and
-            out's dtype, or fp16 or bf16 where that is fp32.
-        alpha: rounded to ``out``'s dtype.
-    """
-    scatter_add_many([out], [payloads], alpha)
-    return out
-
-
 def scatter_add_many(
     outs: Sequence[torch.Tensor],
     payloads: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]],
     alpha: float = 1.0,
 ) -> None:
-    """:func:`scatter_add` for several vectors in one launch; all values have one dtype."""
+    """``out[index] += alpha * value`` for each rank's payload, in rank order; one launch for all.
+
+    Every device adds in the same order and rounds product and sum, so the bits are the same.
+
+    Args:
+        outs: fp32 or fp64, ``[d]`` each; changed in place.
+        payloads: for each of ``outs``, ``(index, value)`` of each rank: int64, strictly ascending,
+            below ``d``; and out's dtype, or fp16 or bf16 where that is fp32; one dtype for all.
+        alpha: rounded to ``out``'s dtype.
+    """
     dtypes = {value.dtype for ranks in payloads for _, value in ranks}
     if not dtypes:
         return

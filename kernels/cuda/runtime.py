@@ -67,8 +67,7 @@ def launch(
         return
     import cupy
 
-    global _launched
-    _launched += 1
+    count_launch()
     pointers = tuple(
         np.uint64(argument.data_ptr()) if isinstance(argument, torch.Tensor) else argument
         for argument in arguments
@@ -81,8 +80,14 @@ def launch(
         _kernel(file, kernel)((grid,), (THREADS,), pointers)
 
 
+def count_launch() -> None:
+    """Called before each launch, by whoever launches."""
+    global _launched
+    _launched += 1
+
+
 def launches() -> int:
-    """How many kernels this process has launched; memory that torch clears is not counted."""
+    """How many kernels this process has launched; those of torch itself are not counted."""
     return _launched
 
 
