@@ -11,6 +11,7 @@ from ...errors import WireError
 from .. import scalar
 from . import threads
 from .jit import Kernel, inline, inline_sum
+from .packing import pack, unpack
 from .random import key_words, noise_between
 
 _SIGNED = {torch.float32: (np.int32, 0x7FFF_FFFF), torch.float64: (np.int64, (1 << 63) - 1)}
@@ -48,63 +49,6 @@ def _scale(part, patterns, magnitude, tiny, l2):
         return part.dtype.type(0)
     # Rounding must not make the norm less than an entry, nor more than the dtype holds.
     return max(peak, norm) if np.isfinite(norm) else np.finfo(part.dtype).max
-
-
-@inline
-def _pack(codes, bits, out):
-    """Codes of one byte each, eight at a time into ``bits`` bytes; ``out`` ends what is packed."""
-    if bits == 8:
-        for i in range(codes.size):
-            out[i] = codes[i]
-        return
-    if bits == 4:
-        for i in range(codes.size // 2):
-            out[i] = codes[2 * i] | (codes[2 * i + 1] << 4)
-        if codes.size & 1:
-            out[codes.size // 2] = codes[codes.size - 1]
-        return
-    width, mask = np.uint64(bits), np.uint64(255)
-    whole = codes.size // 8
-    for group in range(whole):
-        word = np.uint64(0)
-        for i in range(8):
-            word |= np.uint64(codes[8 * group + i]) << (np.uint64(i) * width)
-        for i in range(bits):
-            out[group * bits + i] = np.uint8((word >> np.uint64(8 * i)) & mask)
-    word = np.uint64(0)
-    for i in range(codes.size - 8 * whole):
-        word |= np.uint64(codes[8 * whole + i]) << (np.uint64(i) * width)
-    for i in range(((codes.size - 8 * whole) * bits + 7) // 8):
-        out[whole * bits + i] = np.uint8((word >> np.uint64(8 * i)) & mask)
-
-
-@inline
-def _unpack(packed, bits, codes):
-    """Inverse of :func:`_pack`; ``codes`` begins where a byte does."""
-    if bits == 8:
-        for i in range(codes.size):
-            codes[i] = packed[i]
-        return
-    if bits == 4:
-        for i in range(codes.size // 2):
-            codes[2 * i] = packed[i] & 15
-            codes[2 * i + 1] = packed[i] >> 4
-        if codes.size & 1:
-            codes[codes.size - 1] = packed[codes.size // 2] & 15
-        return
-    width, mask = np.uint64(bits), np.uint64((1 << bits) - 1)
-    whole = codes.size // 8
-    for group in range(whole):
-        word = np.uint64(0)
-        for i in range(bits):
-            word |= np.uint64(packed[group * bits + i]) << np.uint64(8 * i)
-        for i in range(8):
-            codes[8 * group + i] = np.uint8((word >> (np.uint64(i) * width)) & mask)
-    word = np.uint64(0)
-    for i in range(((codes.size - 8 * whole) * bits + 7) // 8):
-        word |= np.uint64(packed[whole * bits + i]) << np.uint64(8 * i)
-    for i in range(codes.size - 8 * whole):
-        codes[8 * whole + i] = np.uint8((word >> (np.uint64(i) * width)) & mask)
 
 
 @Kernel
@@ -159,7 +103,7 @@ def _quantise(
                 for i in range(part.size):
                     share = part.dtype.type(np.int32(code[i]) - levels) * inverse
                     part[i] -= share * scale
-        _pack(codes[: end - begin], bits, packed[begin * bits // 8 :])
+        pack(codes[: end - begin], bits, packed[begin * bits // 8 :])
 
 
 @inline
@@ -188,7 +132,7 @@ def _dequantise_add(packed, scales, bucket, bits, alpha, out):
     for begin in range(0, out.size, 8 * bucket):
         end = min(begin + 8 * bucket, out.size)
         found = codes[: end - begin]
-        _unpack(packed[begin * bits // 8 :], bits, found)
+        unpack(packed[begin * bits // 8 :], bits, found)
         worst = max(worst, _largest(found))
         for start in range(begin, end, bucket):
             stop = min(start + bucket, end)
@@ -222,7 +166,7 @@ def _dequantise_mean(buffer, words, offsets, scale_bytes, bucket, bits, ranks, f
             group = 4 if left >= 4 else 2 if left >= 2 else 1
             for i in range(group):
                 found = codes[i, : end - begin]
-                _unpack(buffer[offsets[payload + i] + skip :], bits, found)
+                unpack(buffer[offsets[payload + i] + skip :], bits, found)
                 worst = max(worst, _largest(found))
             factor = inverse if exact and group == left else kind(1)
             for start in range(0, target.size, bucket):
