@@ -462,6 +462,18 @@ def test_without_a_cache(tmp_path: Path) -> None:
     assert printed(gone)[:2] == [expected_digest(), "hvd_greco.kernels.cpu"]
 
 
+def test_sources_written_again_have_a_cache_of_their_own(tmp_path: Path) -> None:
+    """Numba compiles them anew, and must do so under the lock."""
+    file, other = tmp_path / "a.py", tmp_path / "b.py"
+    file.write_text("1")
+    other.write_text("1")
+    before = jit.version_of([file])
+    assert jit.version_of([file]) == before
+    assert jit.version_of([other]) != before
+    os.utime(file, ns=(1, 1))
+    assert jit.version_of([file]) != before
+
+
 @pytest.fixture
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """No backend was asked for yet."""

@@ -1,8 +1,8 @@
 """Compiling: once for each function and dtype, by one process at a time, cached on disk.
 
 Numba's cache goes by the file that a function stands in, and would miss a change in what is
-compiled into it from another one. So ours lies in a folder named after the contents of all of
-them. Its files are written atomically, but two processes that compile different versions of a
+compiled into it from another one. So ours lies in a folder named after the contents, place and time
+of all of them. Its files are written atomically, but two processes that compile different versions of a
 function at once may give both the same file name. N ranks on a shared home do just that: the
 first compilation happens under a file lock, and a marker says that it is done; from then on no
 rank waits for another.
@@ -123,15 +123,10 @@ def cache_folder() -> Path | None:
     """
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
     here = Path(__file__).parent
-    digest = hashlib.blake2b(digest_size=8)
-    for source in sorted(
-        [*here.glob("*.py"), here.parent / "scalar.py", here.parent / "cholesky.py"]
-    ):
-        digest.update(source.read_bytes())
-    digest.update(f"{numba.__version__} {np.__version__} {platform.machine()} {_cpu()}".encode())
+    sources = [*here.glob("*.py"), here.parent / "scalar.py", here.parent / "cholesky.py"]
     try:
         folder = Path(base) if base else Path.home() / ".cache"
-        folder = folder / "hvd-greco" / "kernels" / digest.hexdigest()
+        folder = folder / "hvd-greco" / "kernels" / version_of(sources)
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".{socket.gethostname()}-{os.getpid()}"
         probe.touch()
@@ -139,6 +134,20 @@ def cache_folder() -> Path | None:
     except (OSError, RuntimeError):  # no home, or none that can be written
         return None
     return folder
+
+
+def version_of(sources: list[Path]) -> str:
+    """Another one whenever Numba would compile anew.
+
+    That is also so for files that lie elsewhere or were written at another time, whatever they
+    say. Markers must not outlive it: ranks would compile beside each other.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for source in sorted(sources):
+        digest.update(f"{source} {source.stat().st_mtime_ns} ".encode())
+        digest.update(source.read_bytes())
+    digest.update(f"{numba.__version__} {np.__version__} {platform.machine()} {_cpu()}".encode())
+    return digest.hexdigest()
 
 
 def _cpu() -> str:
