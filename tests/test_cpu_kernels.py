@@ -40,6 +40,7 @@ from hvd_greco.errors import WireError
 from hvd_greco.kernels import dispatch, portable, portable_quant, reference
 from hvd_greco.kernels.reference_random import noise, philox
 
+jit = pytest.importorskip("hvd_greco.kernels.cpu.jit")
 cpu = pytest.importorskip("hvd_greco.kernels.cpu")
 selection = pytest.importorskip("hvd_greco.kernels.cpu.selection")
 threads = pytest.importorskip("hvd_greco.kernels.cpu.threads")

@@ -1,11 +1,11 @@
 """Compiling: once for each function and dtype, by one process at a time, cached on disk.
 
 Numba's cache goes by the file that a function stands in, and would miss a change in what is
-compiled into it from another one. So ours lies in a folder named after the contents, place and time
-of all of them. Its files are written atomically, but two processes that compile different versions of a
-function at once may give both the same file name. N ranks on a shared home do just that: the
-first compilation happens under a file lock, and a marker says that it is done; from then on no
-rank waits for another.
+compiled into it from another one. So ours lies in a folder named after the contents, place and
+time of all of them. Its files are written atomically, but two processes that compile different
+versions of a function at once may give both the same file name. N ranks on a shared home do just
+that: the first compilation happens under a file lock, and a marker says that it is done; from then
+on no rank waits for another.
 """
 
 from __future__ import annotations
