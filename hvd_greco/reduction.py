@@ -15,12 +15,16 @@ from .codecs.base import Codec, Level, Work
 from .codecs.dense import DenseCodec
 from .exchange.base import Group
 from .identity import Slot
-from .layers import GRADIENT_DTYPES, Given, Layer
+from .late import Late
+from .layers import GRADIENT_DTYPES, Addends, Given, Layer
 from .memories.base import Memory, Own
 from .payload import Kind, Payload, Reduced
 from .plan import Plan
 from .rounds import Pending, Rounds
 from .telemetry import Ledger, StepReport
+
+#: The payload of a layer that is not encoded yet.
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Reduction:
@@ -43,6 +47,7 @@ class Reduction:
         self._seed = seed
         self._ledger = Ledger()
         self._rounds = Rounds(group, prefix, self._ledger, self._vector)
+        self._late = Late()
         self._beacon = Beacon(group, prefix)
         self._scratch = Buffers()
         self.step = 0
@@ -113,6 +118,8 @@ class Reduction:
 
     def advance(self, complete: bool) -> None:
         """Move on whatever can be, without waiting; ``complete``: no layer is still to start."""
+        if complete or self._late.enough:
+            self._encode_late()
         if complete:
             self._launch_beacon()
         self._rounds.advance()
@@ -124,6 +131,7 @@ class Reduction:
             pending: what :meth:`start` returned.
             tensor: what came back of the carried tensor.
         """
+        self._encode_late()
         self._launch_beacon()
         if isinstance(pending.codec, DenseCodec):
             result = self._finish_dense(pending, tensor)
@@ -158,6 +166,10 @@ class Reduction:
 
         Every rank does the same, so what was submitted completes, and its names can be used again.
         """
+        for late in self._late.take():
+            # The other ranks may have submitted theirs. The gradient may be the next step's by now.
+            late.sent = late.codec.encode_absent(late.work, late.gradient)
+            self._rounds.submit(late)
         self._rounds.abandon()
         self._beacon.abandon()
         self._dense = []
@@ -232,12 +244,18 @@ class Reduction:
                 repeated = gradient.sum(dtype=torch.float64)
                 pending.check = float(repeated)
         slot.fresh = False
-        if pending.fresh:
+        late = pending.fresh and self._late.suits(pending) and self._addends(pending) is not None
+        if late:
+            # A sum that is not finite although its addends are is selected and sent, so that all
+            # ranks see it; whether the step is accepted, the beacon says, which comes later still.
+            sent = Payload(codec.kind, _NOTHING, finite=kernels.all_finite(gradient))
+            self._late.add(pending)
+        elif pending.fresh:
             sent = self._encode(pending)
-            assert sent.finite is not None
-            self._beacon.note(sent.finite)
         else:
             sent = codec.encode_absent(work, gradient)
+        if sent.finite is not None:
+            self._beacon.note(sent.finite)
         pending.sent = sent
         body = 0 if pending.private else sent.buffer.numel()
         carried = slot.buffers.get(
@@ -248,21 +266,54 @@ class Reduction:
         carrier.fill(carried[body:], self._group, sent.finite, repeated)
         nbytes = carried.numel() * carried.element_size()
         self._ledger.add(layer.name, Kind.CARRIED, nbytes, self._group.size)
-        if pending.private:
+        if pending.private and not late:
             self._rounds.submit(pending)
         return carried
+
+    def _addends(self, pending: Pending) -> Addends | None:
+        """The sum to encode, if there is one and it may be formed in the gradient's memory.
+
+        Nobody needs the gradient once it is in the sum, and the mean will overwrite it, as stock
+        Horovod's allreduce does from here on.
+        """
+        if pending.codec.leaves_rest and _is_workspace(pending.gradient, pending.slot.layer):
+            return self._memory.addends(_given(pending))
+        return None
+
+    def _encode_late(self) -> None:
+        """Encode and submit the layers that waited."""
+        waiting = self._late.take()
+        by_codec: dict[Codec, list[Pending]] = {}
+        for pending in waiting:
+            by_codec.setdefault(pending.codec, []).append(pending)
+        for codec, layers in by_codec.items():
+            began = time.perf_counter()
+            addends = [self._memory.addends(_given(pending)) for pending in layers]
+            vectors = [pending.gradient.view(-1) for pending in layers]
+            sums = [given for given in addends if given is not None]
+            works = [pending.work for pending in layers]
+            for pending, vector, sent in zip(
+                layers, vectors, codec.encode_many(works, sums, vectors), strict=True
+            ):
+                pending.sent = sent
+                pending.rest = vector if sent.rest else None
+                assert sent.finite is not None
+                self._beacon.note(sent.finite)
+            spent = (time.perf_counter() - began) / len(layers)
+            for pending in layers:
+                self._ledger.spend(pending.slot.layer.name, spent)
+        for pending in waiting:
+            self._rounds.submit(pending)
 
     def _encode(self, pending: Pending) -> Payload:
         """Form the vector and encode it, in one pass if memory and codec can."""
         codec, gradient = pending.codec, pending.gradient
-        addends = self._memory.addends(_given(pending))
+        in_place = self._addends(pending)
+        addends = in_place or self._memory.addends(_given(pending))
         if addends is None:
             vector = self._vector(pending)
             sent = codec.encode(pending.work, vector)
         else:
-            # Nobody needs the gradient once it is in the sum, and the mean will overwrite it, as
-            # stock Horovod's allreduce does from here on.
-            in_place = codec.leaves_rest and _is_workspace(gradient, pending.slot.layer)
             vector = gradient.view(-1) if in_place else self._room(pending)
             sent = codec.encode_sum(pending.work, addends, vector)
             if in_place and sent.rest:

@@ -50,6 +50,7 @@ from .selection import (  # noqa: F401  (the part of the table that is about spa
     Histogram,
     accumulate,
     accumulate_select,
+    accumulate_select_many,
     blocks,
     pack_bitmap,
     pack_block_offsets,

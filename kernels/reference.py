@@ -40,6 +40,7 @@ from .reference_quant import (  # noqa: F401
 from .reference_selection import (  # noqa: F401
     accumulate,
     accumulate_select,
+    accumulate_select_many,
     all_finite,
     pack_bitmap,
     pack_block_offsets,

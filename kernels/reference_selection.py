@@ -80,6 +80,20 @@ def accumulate_select(
     return take_topk(out, k, clear)
 
 
+def accumulate_select_many(
+    outs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor],
+    scales: Sequence[float],
+    ks: Sequence[int],
+    clear: bool,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [
+        accumulate_select(*each, clear)
+        for each in zip(outs, gradients, residuals, scales, ks, strict=True)
+    ]
+
+
 def take_topk(vector: torch.Tensor, k: int, clear: bool) -> tuple[torch.Tensor, torch.Tensor]:
     indices = select_topk(vector, k)
     values = vector[indices].clone()

@@ -6,11 +6,13 @@ backend: NaN above infinity above every finite value, and among equals the lowes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..errors import ConfigError, WireError
+from .dispatch import backend_of
 from .dispatch import call as _call
 from .dispatch import need_flat as _need_flat
 
@@ -94,6 +96,33 @@ def accumulate_select(
     _check_k("accumulate_select", k, out)
     found: tuple[torch.Tensor, torch.Tensor] = _call(
         "accumulate_select", out, gradient, residual, scale, k, clear
+    )
+    return found
+
+
+def accumulate_select_many(
+    gradients: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor],
+    scales: Sequence[float],
+    outs: Sequence[torch.Tensor],
+    ks: Sequence[int],
+    clear: bool = False,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """:func:`accumulate_select` of several vectors on one device; few launches for all of them."""
+    for gradient, residual, out, k in zip(gradients, residuals, outs, ks, strict=True):
+        _check_sum("accumulate_select_many", gradient, residual, out)
+        _check_k("accumulate_select_many", k, out)
+    backend = backend_of(outs[0].device.type) if outs else None
+    many = getattr(backend, "accumulate_select_many", None)
+    if many is None:
+        return [
+            _call("accumulate_select", out, gradient, residual, scale, k, clear)
+            for out, gradient, residual, scale, k in zip(
+                outs, gradients, residuals, scales, ks, strict=True
+            )
+        ]
+    found: list[tuple[torch.Tensor, torch.Tensor]] = many(
+        outs, gradients, residuals, scales, ks, clear
     )
     return found
 

@@ -259,6 +259,33 @@ def runs_of_accumulate_select(data: Data) -> Iterator[Run]:
 
 
 @row
+def runs_of_accumulate_select_many(data: Data) -> Iterator[Run]:
+    """Vectors of several lengths, and of one dtype and scale, or not."""
+    for option in data.some(
+        3, vectors=(1, 3, 7), mixed=(False, True), clear=(False, True), residual=(True, False)
+    ):
+
+        def run(option: Any = option) -> Outcome:
+            lengths = [max(1, data.numel - 11 * i) for i in range(option.vectors)]
+            gradients = [data.vector(2 * i, n) for i, n in enumerate(lengths)]
+            if option.mixed:
+                gradients[1:2] = [g.half().where(g == g, torch.nan) for g in gradients[1:2]]
+            residuals = [data.vector(2 * i + 1, n) for i, n in enumerate(lengths)]
+            outs = residuals if option.residual else [torch.empty_like(r) for r in residuals]
+            scales = [0.25 if option.mixed and i == 2 else 0.3 for i in range(option.vectors)]
+            ks = [max(1, n // (i + 2)) for i, n in enumerate(lengths)]
+            found = kernels.accumulate_select_many(
+                gradients, residuals, scales, outs, ks, option.clear
+            )
+            outcome = {f"out {i}": Result(out) for i, out in enumerate(outs)}
+            for i, (positions, values) in enumerate(found):
+                outcome |= {f"positions {i}": Result(positions), f"values {i}": Result(values)}
+            return outcome
+
+        yield str(option), run
+
+
+@row
 def runs_of_take_topk(data: Data) -> Iterator[Run]:
     for k in data.ks():
         for clear in (False, True):
@@ -850,7 +877,9 @@ def runs_of_rank_errors(data: Data) -> Iterator[Run]:
 # -- the suite -------------------------------------------------------------------------------
 
 #: Of the table, and no operations.
-HELPERS = {"backend_of", "register_backend", "blocks", "lane_words", "packed_bytes", "power_of_two"}
+HELPERS = {
+    "add", "backend_of", "register_backend", "blocks", "lane_words", "packed_bytes", "power_of_two",
+}  # fmt: skip
 
 
 def public(module: types.ModuleType) -> set[str]:

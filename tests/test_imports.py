@@ -35,6 +35,7 @@ ORDER = [
     "assign",
     "routes",
     "rounds",
+    "late",
     "reduction",
     "adapt",
     "compressor",

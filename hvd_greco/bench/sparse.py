@@ -28,6 +28,33 @@ def _topk_ef(case: Case, device: torch.device) -> Work:
     )
 
 
+#: Layers of ``topk_ef_many``.
+LAYERS = 64
+
+
+def _topk_ef_many(case: Case, device: torch.device) -> Work:
+    parts = make_input("gaussian", case.numel, device).split(max(1, case.numel // LAYERS))
+    gradients = [part.clone() for part in parts]
+    held = [0.5 * gradient for gradient in gradients]
+    residuals = [layer.clone() for layer in held]
+    ks = [max(1, round((case.density or 0) * layer.numel())) for layer in gradients]
+    scales = [1.0] * len(gradients)
+
+    def ours() -> object:
+        return kernels.accumulate_select_many(
+            gradients, residuals, scales, residuals, ks, clear=True
+        )
+
+    def chain() -> object:
+        return [chains.topk_feedback(*each) for each in zip(gradients, residuals, ks, strict=True)]
+
+    def reset() -> None:
+        for residual, before in zip(residuals, held, strict=True):
+            residual.copy_(before)
+
+    return Work(ours, chain, tuple(residuals), reset)
+
+
 def _accumulate(case: Case, device: torch.device) -> Work:
     gradient = make_input(case.inputs or "gaussian", case.numel, device)
     residual = 0.5 * gradient
@@ -106,6 +133,13 @@ OPERATIONS = (
         lambda case: 16.0 * case.numel,
         "add_, abs, topk, gather, scatter of zeros",
         _topk_ef,
+    ),
+    Operation(
+        "topk_ef_many", "accumulate_select_many(clear=True)", ("density",),
+        "16 d, as above, in 64 layers of d / 64",
+        lambda case: 16.0 * case.numel,
+        "the chain above, layer by layer",
+        _topk_ef_many,
     ),
     Operation(
         "accumulate", "accumulate", ("inputs",),

@@ -74,12 +74,14 @@ class Codec(ABC):
         rounds: number of communication rounds.
         kind: how the payload of the first round travels; the only one, in most codecs.
         leaves_rest: :meth:`encode_sum` leaves in the vector what it did not send.
+        encodes_many: :meth:`encode_many` takes fewer launches on a GPU than one call for each.
     """
 
     name: str
     rounds: int = 1
     kind: Kind = Kind.GATHER
     leaves_rest: bool = False
+    encodes_many: bool = False
 
     def adapt_to(self, memory: str) -> None:
         """Learn which memory the codec works with, before anything else is asked of it."""
@@ -159,6 +161,12 @@ class Codec(ABC):
         """
         torch.add(addends.residual, addends.gradient, alpha=addends.scale, out=vector)
         return self.encode(work, vector)
+
+    def encode_many(
+        self, works: Sequence[Work], addends: Sequence[Addends], vectors: Sequence[torch.Tensor]
+    ) -> list[Payload]:
+        """:meth:`encode_sum` of several layers at once, with the same results."""
+        return [self.encode_sum(*each) for each in zip(works, addends, vectors, strict=True)]
 
     @abstractmethod
     def encode_absent(self, work: Work, like: torch.Tensor) -> Payload:

@@ -7,7 +7,7 @@ Karimireddy et al. 2019 (arXiv 1901.09847). Threshold from a sample: Lin et al. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -71,6 +71,7 @@ class TopKCodec(Codec):
 
     name = "topk"
     leaves_rest = True
+    encodes_many = True
 
     def __init__(self, values: str = "fp32", selection: str = "exact") -> None:
         if values not in VALUES:
@@ -123,6 +124,29 @@ class TopKCodec(Codec):
                 addends.gradient, addends.residual, addends.scale, vector, layout.k, clear=True
             )
             payload = self._payload(work, *found)
+        return self._with_rest(payload, vector)
+
+    def encode_many(
+        self, works: Sequence[Work], addends: Sequence[Addends], vectors: Sequence[torch.Tensor]
+    ) -> list[Payload]:
+        layouts = [self._layout(work.layer, work.level) for work in works]
+        if any(map(self._counted, layouts)):
+            return super().encode_many(works, addends, vectors)
+        found = kernels.accumulate_select_many(
+            [given.gradient for given in addends],
+            [given.residual for given in addends],
+            [given.scale for given in addends],
+            vectors,
+            [layout.k for layout in layouts],
+            clear=True,
+        )
+        return [
+            self._with_rest(self._payload(work, *entries), vector)
+            for work, entries, vector in zip(works, found, vectors, strict=True)
+        ]
+
+    def _with_rest(self, payload: Payload, vector: torch.Tensor) -> Payload:
+        """``vector`` has zeros where entries were taken, and then all that was not sent."""
         if self.values != "fp32":
             # What rounding took stays as well.
             indices, sent, values = payload.own

@@ -31,6 +31,7 @@ from .quantisers import (  # noqa: F401
 from .selection import (  # noqa: F401
     accumulate,
     accumulate_select,
+    accumulate_select_many,
     pack_block_offsets,
     scatter_add,
     take_topk,

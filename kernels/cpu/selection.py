@@ -14,6 +14,7 @@ their bit patterns, so that the order is total (NaN above infinity above all els
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -425,6 +426,20 @@ def accumulate_select(
     )
     _exactly(array, bits, magnitude, parts, found, chosen, values, clear)
     return torch.from_numpy(chosen), torch.from_numpy(values)
+
+
+def accumulate_select_many(
+    outs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor],
+    scales: Sequence[float],
+    ks: Sequence[int],
+    clear: bool,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [
+        accumulate_select(*each, clear)
+        for each in zip(outs, gradients, residuals, scales, ks, strict=True)
+    ]
 
 
 def take_topk(vector: torch.Tensor, k: int, clear: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,6 +7,8 @@ bits cannot number.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .. import portable
@@ -60,6 +62,26 @@ def accumulate_select(
     counts, energies = launch.histograms(1, out)
     launch.accumulate_many([gradient], [residual], scale, [out], counts, energies)
     return launch.select_many([out], [k], counts, clear)[0]
+
+
+def accumulate_select_many(
+    outs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor],
+    scales: Sequence[float],
+    ks: Sequence[int],
+    clear: bool,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    kinds = {(g.dtype, out.dtype, s) for g, out, s in zip(gradients, outs, scales, strict=True)}
+    fit = all(_fits(out, gradient) for out, gradient in zip(outs, gradients, strict=True))
+    if len(kinds) > 1 or not fit or max(out.numel() for out in outs) > _MOST:
+        return [
+            accumulate_select(*each, clear)
+            for each in zip(outs, gradients, residuals, scales, ks, strict=True)
+        ]
+    counts, energies = launch.histograms(len(outs), outs[0])
+    launch.accumulate_many(gradients, residuals, scales[0], outs, counts, energies)
+    return launch.select_many(outs, ks, counts, clear)
 
 
 def take_topk(vector: torch.Tensor, k: int, clear: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -41,7 +41,10 @@ def values(kind: str, length: int, dtype: type = np.float32, seed: int = 0) -> t
     return torch.from_numpy(vectors.make(kind, length, dtype, seed))
 
 
-KERNELS = ("accumulate", "accumulate_select", "take_topk", "scatter_add", "orthonormalise")
+KERNELS = (
+    "accumulate", "accumulate_select", "accumulate_select_many", "take_topk", "scatter_add",
+    "orthonormalise",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["gauss", "special", "ties"])
