@@ -48,6 +48,7 @@ class Beacon:
     def reset(self) -> None:
         """Begin a step."""
         self._bad = None
+        self._host_bad = 0
         self._ticket: Any = None
         self._accepted: bool | None = None
         #: Layers whose gradient this rank passed a second time, as it said in the collective.
@@ -68,6 +69,9 @@ class Beacon:
 
     def note(self, finite: torch.Tensor) -> None:
         """Count one layer of this rank, without waiting for its device."""
+        if not finite.is_cuda:
+            self._host_bad += not finite.item()
+            return
         bad = (~finite).to(torch.float64)
         if self._bad is None:
             self._bad = bad
@@ -88,10 +92,11 @@ class Beacon:
         if self._group.rank < 0:
             return False
         self._repeated = repeated
-        words = torch.tensor([1.0, 0.0, *step_words(plan, step, repeated)], dtype=torch.float64)
+        mixed = step_words(plan, step, repeated)
+        words = torch.tensor([1.0, self._host_bad, *mixed], dtype=torch.float64)
         if self._bad is not None:
             words = words.to(self._bad.device, non_blocking=True)
-            words[1] = self._bad
+            words[1] += self._bad
         self._ticket = self._group.submit(self._name, Payload(Kind.SUM, words))
         return True
 

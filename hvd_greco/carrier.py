@@ -50,6 +50,14 @@ class Probe:
     repeated: bool
 
 
+@lru_cache(maxsize=64)
+def _usual(rank: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tail with nothing to tell."""
+    tail = torch.zeros(LENGTH, dtype=dtype)
+    tail[SCALE], tail[MEMBER] = 1.0, float(member_word(rank))
+    return tail.to(device)
+
+
 def fill(
     tail: torch.Tensor, group: Group, finite: torch.Tensor | None, repeated: torch.Tensor | None
 ) -> None:
@@ -61,10 +69,8 @@ def fill(
         finite: 0-dim bool, whether this rank's vector was finite; None counts as finite.
         repeated: 0-dim sum of the gradient if it was already reduced, else None.
     """
-    tail.zero_()
-    tail[SCALE] = 1.0
-    tail[MEMBER] = float(member_word(group.global_rank))
-    if finite is not None:
+    tail.copy_(_usual(group.global_rank, tail.dtype, tail.device))
+    if finite is not None and (finite.is_cuda or not finite.item()):
         tail[NONFINITE] = ~finite
     if repeated is not None:
         tail[REPEAT] = 1.0

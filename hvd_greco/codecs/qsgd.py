@@ -108,7 +108,7 @@ class QSGDCodec(GatheredQuantiser):
         scales = header.view(work.layer.work_dtype)
         key = None if self._nearest else random_key(work)
         kernels.quantise(vector, self.bucket, self.norm, int(work.level), key, scales, codes)
-        return scales.isfinite().all()
+        return kernels.all_finite(scales)
 
     def encode_sum(self, work: Work, addends: Addends, vector: torch.Tensor) -> Payload:
         assert work.level is not None
@@ -118,7 +118,7 @@ class QSGDCodec(GatheredQuantiser):
             addends.gradient, addends.residual, addends.scale, vector, self.bucket, self.norm,
             int(work.level), None, scales, codes,
         )  # fmt: skip
-        return Payload(Kind.GATHER, buffer, finite=scales.isfinite().all(), rest=True)
+        return Payload(Kind.GATHER, buffer, finite=kernels.all_finite(scales), rest=True)
 
     def decode(self, work: Work, sent: Payload, reduced: Reduced, out: torch.Tensor) -> None:
         assert work.level is not None

@@ -10,7 +10,7 @@ data decides how many values there are, :func:`pack_counted` puts their number i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -49,7 +49,7 @@ class SparseLayout:
     index_bytes: int
     values: str = "fp32"
 
-    @property
+    @cached_property
     def value_bytes(self) -> int:
         """Bytes of the values, up to a multiple of 4, so that int32 positions may follow."""
         if self.values == "fp32":
@@ -62,7 +62,7 @@ class SparseLayout:
             )
         return -(-used // 4) * 4
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the whole buffer, padding included."""
         return -(-(self.value_bytes + self.index_bytes) // _ALIGN) * _ALIGN
@@ -198,6 +198,7 @@ def _positions(numel: int, k: int) -> tuple[str, int]:
     return form, sizes[form]
 
 
+@lru_cache(maxsize=4096)
 def sparse_layout(numel: int, k: int, dtype: torch.dtype, values: str = "fp32") -> SparseLayout:
     """The smallest layout for ``k`` values of a ``numel``-vector."""
     return SparseLayout(numel, k, dtype, *_positions(numel, k), values)

@@ -168,7 +168,7 @@ class TopKCodec(Codec):
         else:
             sent = layout.pack(values, indices, buffer)
         # A non-finite entry is larger than all finite ones, so it is among the values.
-        finite = values.isfinite().all()
+        finite = kernels.all_finite(values)
         return Payload(Kind.GATHER, buffer, own=(indices, sent, values), finite=finite)
 
     def encode_absent(self, work: Work, like: torch.Tensor) -> Payload:
