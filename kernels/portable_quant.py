@@ -377,8 +377,9 @@ def natural_add(codes: torch.Tensor, factor: float, out: torch.Tensor) -> None:
 
 def mean_magnitude(vector: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.float64, device=vector.device)
-    # Divided first: a sum of fp64 magnitudes may overflow where their mean does not.
-    share = 1.0 if vector.dtype == torch.float32 else 1.0 / vector.numel()
+    # Scaled first: a sum of fp64 magnitudes may overflow where their mean does not. By a power of
+    # two, which rounds nothing.
+    share = 1.0 if vector.dtype == torch.float32 else 0.5 ** vector.numel().bit_length()
     for start, stop in _pieces(vector.numel()):
         magnitudes = vector[start:stop].abs()
         total += (magnitudes if share == 1 else magnitudes.mul_(share)).sum(dtype=torch.float64)

@@ -178,8 +178,9 @@ def natural_add(codes: torch.Tensor, factor: float, out: torch.Tensor) -> None:
 
 def mean_magnitude(vector: torch.Tensor) -> torch.Tensor:
     array = vector.numpy()
-    # Divided first: a sum of fp64 magnitudes may overflow where their mean does not.
-    share = 1.0 if vector.dtype == torch.float32 else 1.0 / array.size
+    # Scaled first: a sum of fp64 magnitudes may overflow where their mean does not. By a power of
+    # two, which rounds nothing.
+    share = 1.0 if vector.dtype == torch.float32 else 0.5 ** array.size.bit_length()
     calls = [(array[a:b], share) for a, b in threads.spans(array.size)]
     total = sum(threads.each(_mean_magnitude, calls))
     return torch.tensor(total / (array.size * share), dtype=vector.dtype)
