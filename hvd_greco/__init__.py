@@ -32,6 +32,7 @@ from .errors import (
     LaunchError,
     MismatchError,
     NotInitializedError,
+    PolicyError,
     StallError,
     UnknownTensorError,
     UnsupportedError,
@@ -39,6 +40,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from .adapt.policy import Decision, Evidence, Policy
     from .codecs.base import Codec
     from .compressor import Compressor
     from .constructors import Dense
@@ -54,6 +56,9 @@ _LAZY = {
     "Compressor": "compressor",
     "Dense": "constructors",
     "Codec": "codecs.base",
+    "Decision": "adapt.policy",
+    "Evidence": "adapt.policy",
+    "Policy": "adapt.policy",
     "LocalGroup": "exchange.local",
     "host_process_sets": "exchange.hosts",
     "Layer": "layers",
@@ -71,9 +76,12 @@ __all__ = [
     "Codec",
     "Compressor",
     "ConfigError",
+    "Decision",
     "Dense",
+    "Evidence",
     "GrecoError",
     "HorovodNotFoundError",
+    "LGreco",
     "LaunchError",
     "Layer",
     "LayerReport",
@@ -84,6 +92,8 @@ __all__ = [
     "NotInitializedError",
     "Payload",
     "Plan",
+    "Policy",
+    "PolicyError",
     "PowerSGD",
     "RandomK",
     "SharedTopK",

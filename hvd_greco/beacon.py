@@ -119,6 +119,11 @@ class Beacon:
             self._accepted = bad == 0
         return self._accepted
 
+    def settle(self, plan: Plan, step: int) -> None:
+        """Wait for a collective that was started and never asked for; raises as :meth:`wait`."""
+        if self._ticket is not None:
+            self.wait(plan, step)
+
     def _difference(self, plan: Plan, step: int) -> str:
         """What differs between which ranks. Every rank comes here, so a collective is safe."""
         mine = msgspec.json.encode(

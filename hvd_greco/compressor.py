@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from . import carrier, registry
+from .adapt.controller import Controller, Setup
 from .assign import uniform_plan
 from .beacon import Beacon
 from .codecs.base import Codec, Level
@@ -65,6 +66,7 @@ class Compressor:
         seed: decides random choices; the same on all ranks.
         name: prefix of our collectives; needed only if ranks make different numbers of compressors.
         group: ranks to use in place of Horovod's (a ``LocalGroup`` member), for tests.
+        controller: makes an adaptive controller of what it is told (``greco.LGreco`` brings one).
 
     Attributes:
         plan: the :class:`~hvd_greco.plan.Plan` in force.
@@ -93,6 +95,7 @@ class Compressor:
         seed: int = 0,
         name: str | None = None,
         group: Group | None = None,
+        controller: Callable[[Setup], Controller] | None = None,
     ) -> None:
         self._group = group or _horovod_group(type(self).__name__, process_set)
         self._loss_scale = check_callable("loss_scale", loss_scale, "scaler.get_scale")
@@ -118,6 +121,17 @@ class Compressor:
         self._reduction = Reduction(self._group, self._memory, prefix, self._seed)
         self._lock = threading.RLock()
         self.last_report: StepReport | None = None
+        self._controller: Controller | None = None
+        if controller is not None:
+            self._controller = controller(
+                Setup(
+                    self._group, prefix, self._memory, self._dense, self._min_numel,
+                    self._exclude, Beacon.NBYTES + Rounds.NBYTES,
+                )
+            )  # fmt: skip
+            self._codecs.update((each.name, each) for each in self._controller.codecs)
+            self._reduction.always_checked = True
+            self._begin_control(epoch=0)
 
     # -- what users may ask ------------------------------------------------------------------
 
@@ -127,7 +141,8 @@ class Compressor:
         Exact for the plan in force, but where the data decides (``selection="sampled"``): there
         it is the most that can be.
         """
-        total, checked, private = 0, self._memory.serves_dense, False
+        total, private = 0, False
+        checked = self._memory.serves_dense or self._reduction.always_checked
         for slot in self._directory.slots:
             if slot.layer.name not in self._directory.trainable:
                 continue
@@ -225,6 +240,9 @@ class Compressor:
             if self._reduction.idle:
                 self.last_report = self._reduction.close()
                 self._directory.forget()
+                # A step in which a rank had joined does not count, and nobody may wait for it.
+                if self._controller is not None and self._reduction.counted:
+                    self._retune(self.last_report)
             return result
 
     # -- one step ----------------------------------------------------------------------------
@@ -245,6 +263,21 @@ class Compressor:
             epoch=epoch,
         )
 
+    def _begin_control(self, epoch: int) -> None:
+        """The controller's first plan for the layers as they are now."""
+        assert self._controller is not None
+        layers = [slot.layer for slot in self._directory.slots]
+        assignments = self._controller.start(layers, self._reduction.step)
+        facts = {**self.plan.context, **self._controller.describe()}
+        self.plan = Plan(assignments, epoch, facts)
+
+    def _retune(self, report: StepReport) -> None:
+        """Between two steps: let the controller decide, if it is time to."""
+        assert self._controller is not None
+        assignments = self._controller.after_step(self._reduction.step, report)
+        if assignments is not None:
+            self.plan = Plan(assignments, self.plan.epoch + 1, self.plan.context)
+
     def _open_step(self) -> None:
         self._memory.check_optimizer(calling_optimizer())
         if self._schedule is not None:
@@ -255,7 +288,9 @@ class Compressor:
         scale = 1.0 if self._loss_scale is None else float(self._loss_scale())
         if not (math.isfinite(scale) and scale > 0):
             raise ConfigError(f"loss_scale: returned {scale}, which is not a positive number")
-        self._reduction.open(1.0 / scale)
+        looking = self._controller is not None and self._controller.looks_at(self._reduction.step)
+        observer = self._controller.observe if looking and self._controller else None
+        self._reduction.open(1.0 / scale, observer)
         self._reduction.adopt(self.plan, self._codecs)
 
     def _reshape(self) -> None:
@@ -269,7 +304,10 @@ class Compressor:
                     "layer %r went from %s to %s: its residual and warm start begin anew",
                     old.name, _described(old), _described(new),
                 )  # fmt: skip
-        self.plan = self._uniform_plan(self.plan.epoch + 1)
+        epoch = self.plan.epoch + 1
+        self.plan = self._uniform_plan(epoch)
+        if self._controller is not None:
+            self._begin_control(epoch)
         self._reduction.adopt(self.plan, self._codecs)
 
 

@@ -18,7 +18,7 @@ from .registry import Entry
 _COMMON = tuple(
     name
     for name in inspect.signature(Compressor.__init__).parameters
-    if name not in ("self", "named_parameters", "codec", "level")
+    if name not in ("self", "named_parameters", "codec", "level", "controller")
 )
 
 
@@ -86,7 +86,8 @@ def by_public_name(name: str) -> type[Compressor] | None:
     """The constructor that ``hvd_greco.<name>`` stands for, if a codec registered it."""
     if name == "Dense":
         return Dense
-    entry = next((e for e in registry.codecs().values() if e.public == name), None)
+    found = {**registry.codecs(), **registry.controllers()}
+    entry = next((e for e in found.values() if e.public == name), None)
     return None if entry is None else constructor(entry)
 
 

@@ -41,6 +41,10 @@ class MismatchError(GrecoError, RuntimeError):
     """Ranks disagree: on the process set, on the plan, or on what was sent."""
 
 
+class PolicyError(GrecoError, RuntimeError):
+    """An adaptive policy, or the statistics that it needs, failed on some rank; raised on all."""
+
+
 class WireError(GrecoError, RuntimeError):
     """Bytes received from other ranks do not form a valid payload."""
 

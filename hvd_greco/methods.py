@@ -27,7 +27,7 @@ _COMMON: Mapping[str, Any] = {"memory": "", "exchange": "", "min_numel": 0, "see
 #: texts list, since looking methods up imports torch.
 ORDER = (
     "dense", "fp16", "bf16", "topk", "dgc", "sharedtopk", "randomk",
-    "qsgd", "natural", "sign", "summable", "powersgd", "acp",
+    "qsgd", "natural", "sign", "summable", "powersgd", "acp", "lgreco",
 )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ class Spec:
 def available() -> dict[str, Entry]:
     """All methods by name, in the order in which tables show them."""
     rank = {name: i for i, name in enumerate(ORDER)}
-    found = registry.codecs()
+    found = {**registry.codecs(), **registry.controllers()}
     return {name: found[name] for name in sorted(found, key=lambda n: (rank.get(n, len(rank)), n))}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -23,6 +23,7 @@ from .plan import Plan
 from .rounds import Pending, Rounds
 from .telemetry import Ledger, StepReport
 
+Observer = Callable[[Work, torch.Tensor, float], None]
 #: The payload of a layer that is not encoded yet.
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -39,6 +40,8 @@ class Reduction:
     Attributes:
         step: how many steps were completed; the same on all ranks.
         seen: layers that took part in the present step: codec, level and dense bytes.
+        always_checked: every step has a beacon, even if all of its layers go dense.
+        counted: all ranks took part in the last step.
     """
 
     def __init__(self, group: Group, memory: Memory, prefix: str, seed: int) -> None:
@@ -52,6 +55,9 @@ class Reduction:
         self._scratch = Buffers()
         self.step = 0
         self.seen: dict[str, tuple[str, Level, int]] = {}
+        self.always_checked = False
+        self.counted = True
+        self._observe: Observer | None = None
         self._unscale = 1.0
         #: What the user's op multiplies means by, as the last layer's carrier showed it.
         self._factor = 1.0
@@ -78,11 +84,18 @@ class Reduction:
 
     # -- one step ----------------------------------------------------------------------------
 
-    def open(self, unscale: float) -> None:
-        """Begin a step; ``unscale`` is 1 / loss scale."""
+    def open(self, unscale: float, observe: Observer | None = None) -> None:
+        """Begin a step.
+
+        Args:
+            unscale: 1 / loss scale.
+            observe: is shown each layer before it is encoded: its work, the vector (valid during
+                the call) and the squared norm of its gradient.
+        """
         self._beacon.reset()
         self._rounds.reset()
-        self._checked = False
+        self._checked = self.always_checked
+        self._observe = observe
         self._repeated = set()
         self._unscale = unscale
 
@@ -150,6 +163,8 @@ class Reduction:
 
     def close(self) -> StepReport:
         """End the step, and say what was sent in it."""
+        # In a step of dense layers alone nobody has asked for the answer yet.
+        self._beacon.settle(self._plan, self.step)
         if not (self._checked and self._beacon.nonfinite):
             for pending in self._dense:
                 self._deliver_dense(pending)
@@ -159,6 +174,7 @@ class Reduction:
         if self._beacon.complete:
             self.step += 1
         self.seen = {}
+        self.counted = self._beacon.complete
         return report
 
     def abandon(self) -> StepReport:
@@ -195,12 +211,21 @@ class Reduction:
             if not slot.fresh and slot.already_reduced(gradient) and bool(gradient.any()):
                 pending.fresh = False
                 self._repeated.add(slot.layer.name)
+        owed = self._memory.owed(slot.state) if slot.fresh and pending.fresh else None
+        if self._observe is not None and slot.fresh:
+            pending.work = self.work(slot, None)
+            self._show(pending)
         slot.fresh = False
-        if self._mixed:
+        if self._mixed or self._observe is not None:
             # Its overflow makes a scaler skip the step, so compressed layers must not move on.
             self._beacon.note(kernels.all_finite(gradient))
         dtype = codec.wire_dtype(gradient.dtype)
         sent = gradient if gradient.dtype == dtype else gradient.to(dtype)
+        if owed is not None:
+            # What the layer kept while it was compressed: it is sent now, and kept no longer.
+            pending.owes = True
+            total = self._vector(pending).div_(pending.unscale)
+            sent = total.view(gradient.shape).to(dtype, copy=True)
         if not sent.is_contiguous():
             sent = sent.contiguous()
         nbytes = sent.nbytes
@@ -211,8 +236,11 @@ class Reduction:
         # Stock Horovod reduced the gradient itself unless it had to be converted or laid out anew.
         if tensor is not pending.gradient:
             pending.gradient.copy_(tensor)
-        if self._memory.serves_dense:
-            self._beacon.wait(self._plan, self.step)
+        accepted = True
+        if self._memory.serves_dense or pending.owes:
+            accepted = self._beacon.wait(self._plan, self.step)
+        if pending.owes and accepted:
+            self._memory.settle(pending.slot.state)
         if self._memory.serves_dense and pending.fresh:
             if pending.slot.parameter.grad is not pending.gradient:
                 self._deliver_dense(pending)  # Horovod takes a copy (sparse_as_dense)
@@ -244,6 +272,8 @@ class Reduction:
                 repeated = gradient.sum(dtype=torch.float64)
                 pending.check = float(repeated)
         slot.fresh = False
+        if self._observe is not None and pending.fresh:
+            self._show(pending)
         late = pending.fresh and self._late.suits(pending) and self._addends(pending) is not None
         if late:
             # A sum that is not finite although its addends are is selected and sent, so that all
@@ -304,6 +334,18 @@ class Reduction:
                 self._ledger.spend(pending.slot.layer.name, spent)
         for pending in waiting:
             self._rounds.submit(pending)
+
+    def _show(self, pending: Pending) -> None:
+        """Let the observer see a layer."""
+        assert self._observe is not None
+        norm = float(torch.linalg.vector_norm(pending.gradient, dtype=torch.float64))
+        if isinstance(pending.codec, DenseCodec) and pending.slot.state.residual is None:
+            # A memory would begin to keep something for a layer that owes nothing.
+            vector = self._room(pending)
+            vector.copy_(pending.gradient.contiguous().view(-1)).mul_(pending.unscale)
+        else:
+            vector = self._vector(pending)
+        self._observe(pending.work, vector, (norm * pending.unscale) ** 2)
 
     def _encode(self, pending: Pending) -> Payload:
         """Form the vector and encode it, in one pass if memory and codec can."""

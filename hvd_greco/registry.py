@@ -1,6 +1,6 @@
-"""Names for codecs and memories: each registers itself in the file that defines it.
+"""Names for codecs, memories and controllers: each registers itself where it is defined.
 
-Nothing here imports torch. The modules of ``hvd_greco.codecs`` and ``hvd_greco.memories`` are
+Nothing here imports torch. The modules of ``hvd_greco.codecs``, ``.memories`` and ``.adapt`` are
 imported when a name is first looked up; a package of somebody else's registers its codecs by
 importing :func:`register_codec`, or by an entry point in the group ``hvd_greco.codecs``.
 """
@@ -59,6 +59,8 @@ class Entry:
     @property
     def brings(self) -> tuple[str, ...]:
         """Arguments of ``Compressor`` that the method sets by itself."""
+        if self.name in _CONTROLLERS:
+            return ("memory", "schedule", "exchange")
         return ("memory", "schedule") if self.assemble else ()
 
     def arguments(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,6 +83,7 @@ class Entry:
 
 _CODECS: dict[str, Entry] = {}
 _MEMORIES: dict[str, Entry] = {}
+_CONTROLLERS: dict[str, Entry] = {}
 _loaded = False
 #: Ranks may be threads: none may look a name up while another one is still importing.
 _loading = threading.RLock()
@@ -117,6 +120,26 @@ def register_codec(
     return decorate
 
 
+def register_controller(
+    name: str, *, public: str, description: str, assemble: Callable[..., dict[str, Any]]
+) -> Callable[[C], C]:
+    """Class decorator: make an adaptive method known under ``name``, and as ``hvd_greco.<public>``.
+
+    The class documents the method; ``assemble`` makes ``Compressor``'s arguments from the user's
+    options, ``controller`` among them.
+    """
+
+    def decorate(factory: C) -> C:
+        if name in _CODECS or name in _CONTROLLERS:
+            raise ConfigError(f"register_controller: {name!r} is taken")
+        _CONTROLLERS[name] = Entry(
+            name, factory, public, description, memory="ef", assemble=assemble
+        )
+        return factory
+
+    return decorate
+
+
 def register_memory(name: str, *, description: str) -> Callable[[C], C]:
     """Class decorator: make a memory known under ``name``."""
 
@@ -137,7 +160,7 @@ def _load() -> None:
         if _loaded:
             return
         _loaded = True
-        for folder in ("codecs", "memories"):
+        for folder in ("codecs", "memories", "adapt"):
             package = importlib.import_module(f"{__package__}.{folder}")
             for module in pkgutil.iter_modules(package.__path__):
                 importlib.import_module(f"{package.__name__}.{module.name}")
@@ -149,6 +172,12 @@ def codecs() -> dict[str, Entry]:
     """All codecs by name, sorted."""
     _load()
     return dict(sorted(_CODECS.items()))
+
+
+def controllers() -> dict[str, Entry]:
+    """All adaptive methods by name, sorted."""
+    _load()
+    return dict(sorted(_CONTROLLERS.items()))
 
 
 def memories() -> dict[str, Entry]:

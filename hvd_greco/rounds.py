@@ -24,7 +24,7 @@ class Pending:
     """One layer between ``compress`` and ``decompress``; what Horovod keeps as the context."""
 
     __slots__ = (
-        "check", "codec", "fresh", "gradient", "rest", "round", "sent", "slot", "ticket",
+        "check", "codec", "fresh", "gradient", "owes", "rest", "round", "sent", "slot", "ticket",
         "unscale", "work",
     )  # fmt: skip
 
@@ -45,6 +45,8 @@ class Pending:
         self.check: float | None = None
         self.round = 1
         self.ticket: Any = None
+        #: A dense layer that sends its residual along.
+        self.owes = False
 
     @property
     def owes_rounds(self) -> bool:

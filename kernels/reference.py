@@ -61,13 +61,13 @@ from .reference_selection import (  # noqa: F401
 #: many: of their magnitudes' sum). Whatever is not here agrees to the last bit.
 TOLERANCES: dict[str, tuple[float, float]] = {
     # Added up one by one in fp64: the error may grow with how many there are.
-    "accumulate.energies": (2.0**13, 2.0**13),
+    "accumulate.energies": (2.0**17, 2.0**17),
     "scatter_add.out": (8, 8),
-    "bucket_scales.l2": (64, 64),
-    "quantise.l2": (64, 64),
+    "bucket_scales.l2": (64, 2.0**13),
+    "quantise.l2": (64, 2.0**13),
     "quantise.vector": (2, 2),
     "quantise.whole": (4, 4),  # what is left and what was sent
-    "accumulate_quantise.l2": (64, 64),
+    "accumulate_quantise.l2": (64, 2.0**13),
     "accumulate_quantise.vector": (2, 2),
     "accumulate_quantise.whole": (4, 4),
     "dequantise_mean.out": (8, 8),
@@ -78,13 +78,13 @@ TOLERANCES: dict[str, tuple[float, float]] = {
     "sign_add.out": (2, 2),
     # Squared errors, fp64: beside the whole energy, with the vector's precision.
     "topk_errors.errors": (64, 64),
-    "rank_errors.errors": (2.0**12, 2.0**12),
+    "rank_errors.errors": (2.0**17, 2.0**17),
     "quantiser_errors.float32": (2.0**32, 2.0**32),
     "quantiser_errors.float64": (256, 256),
     # What fp64 has beyond fp32 is not promised.
     "orthonormalise.rows": (64, 2.0**30),
-    "project_rows.out": (8, 8),
-    "project_columns.out": (8, 8),
+    "project_rows.out": (64, 64),
+    "project_columns.out": (64, 64),
     "low_rank.out": (8, 8),
     "add_low_rank.out": (8, 8),
 }

@@ -7,6 +7,7 @@ Distributed Deep Learning" (arXiv 2306.08881).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from .low_rank import (
     check_rank,
     drawn,
     factor,
+    low_rank_errors,
     rank_menu,
     rank_of,
     resized,
@@ -97,6 +99,9 @@ class ACPCodec(Codec):
         # The mean of two steps: what counts when levels are compared.
         both = rank_of(layer, level) * sum(layer.matrix) * layer.work_dtype.itemsize
         return network_bytes(Kind.CARRIED, both // 2, size)
+
+    def errors(self, work: Work, vector: torch.Tensor, levels: Sequence[Level]) -> list[float]:
+        return low_rank_errors(work, vector, levels, work.state.slots.get(_RIGHT))
 
     def encode(self, work: Work, vector: torch.Tensor) -> Payload:
         own = self._basis(work, vector)

@@ -115,6 +115,22 @@ class Codec(ABC):
         """Whether ||C(x) - x||^2 <= (1 - a) ||x||^2 for some a > 0: what error feedback needs."""
         return True
 
+    def errors(self, work: Work, vector: torch.Tensor, levels: Sequence[Level]) -> list[float]:
+        """``||C(x) - x||^2`` at every level, from as few passes over the vector as can be.
+
+        What a controller weighs against bytes: an expected or estimated value where the codec
+        draws random numbers, or where an exact one would cost as much as encoding.
+
+        Args:
+            work: the layer in this step; its level is of no account.
+            vector: shape ``[d]`` in ``layer.work_dtype``, finite; comes back unchanged.
+            levels: from :meth:`menu`, or any that :meth:`check_level` allows.
+
+        Raises:
+            NotImplementedError: the codec has no levels to weigh.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not tell its errors")
+
     @abstractmethod
     def wire_bytes(self, layer: Layer, level: Level, size: int) -> int:
         """Bytes that a rank hands to collectives in one step, over all rounds.

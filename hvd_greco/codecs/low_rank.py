@@ -7,6 +7,7 @@ memory as ``[r, n]`` and ``[r, m]``, one row for each direction (``kernels.linal
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -112,3 +113,32 @@ def scaled_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     scales = np.ldexp(1.0, np.minimum(-np.frexp(sizes)[1], 1000))
     scaled = rows * torch.from_numpy(scales).to(rows.device).unsqueeze(1)
     return scaled.to(rows.dtype), top > 0
+
+
+def low_rank_errors(
+    work: Work, vector: torch.Tensor, levels: Sequence[Level], start: torch.Tensor | None
+) -> list[float]:
+    """Errors of this rank's matrix at several ranks, from one step of subspace iteration.
+
+    Its own directions are used, where the codecs use those of the sum over ranks: the errors are
+    those of one rank alone, and less than what it will be left with where ranks differ.
+
+    Args:
+        work: the layer.
+        vector: its vector.
+        levels: ranks.
+        start: a right factor to start from, shape ``[r, m]``; None: random.
+    """
+    (n, m), ranks = work.layer.matrix, [rank_of(work.layer, level) for level in levels]
+    most = max(ranks)
+    right = resized(start, work, most, m, vector)
+    if right is None:
+        right = drawn(work, "errors", most, m, vector)
+    matrix = vector.view(n, m)
+    left = vector.new_empty(most, n)
+    kernels.project_rows(right, matrix, left)
+    basis = kernels.orthonormalise(left.unsqueeze(0))[0]
+    energy = float(torch.linalg.vector_norm(vector, dtype=torch.float64)) ** 2
+    factor = kernels.project_columns(basis, matrix, vector.new_empty(most, m))
+    found = kernels.rank_errors(energy, factor)
+    return [float(found[rank - 1]) for rank in ranks]

@@ -18,6 +18,7 @@ from .low_rank import (
     check_rank,
     drawn,
     factor,
+    low_rank_errors,
     rank_menu,
     rank_of,
     resized,
@@ -68,6 +69,9 @@ class PowerSGDCodec(Codec):
 
     def wire_bytes(self, layer: Layer, level: Level, size: int) -> int:
         return rank_of(layer, level) * sum(layer.matrix) * layer.work_dtype.itemsize
+
+    def errors(self, work: Work, vector: torch.Tensor, levels: Sequence[Level]) -> list[float]:
+        return low_rank_errors(work, vector, levels, work.state.slots.get(_SLOT))
 
     def encode(self, work: Work, vector: torch.Tensor) -> Payload:
         rank, (n, m) = rank_of(work.layer, work.level), work.layer.matrix

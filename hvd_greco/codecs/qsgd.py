@@ -7,6 +7,7 @@ Source: Alistarh et al. 2017 (arXiv 1610.02132); scaling by the largest magnitud
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -95,6 +96,10 @@ class QSGDCodec(GatheredQuantiser):
         """E||C(x) - x||^2 of a vector at a level, summed over its elements."""
         errors = kernels.quantiser_errors(vector, self.bucket, self.norm, self._nearest)
         return float(errors[kernels.WIDTHS.index(check_bits(level))])
+
+    def errors(self, work: Work, vector: torch.Tensor, levels: Sequence[Level]) -> list[float]:
+        every = kernels.quantiser_errors(vector, self.bucket, self.norm, self._nearest)
+        return [float(every[kernels.WIDTHS.index(check_bits(level))]) for level in levels]
 
     def sections(self, layer: Layer, level: Level) -> tuple[int, int]:
         assert level is not None

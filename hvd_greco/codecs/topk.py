@@ -107,6 +107,14 @@ class TopKCodec(Codec):
         layout = self._layout(layer, level)
         return layout.nbytes + (HEADER if self._counted(layout) else 0)
 
+    def errors(self, work: Work, vector: torch.Tensor, levels: Sequence[Level]) -> list[float]:
+        # What rounding of the values takes (``values="q4"`` and the like) is left out: it is a
+        # small share of what is sent, and that is small beside what is not.
+        histogram = kernels.accumulate(vector, vector, 0.0, vector)
+        ks = [kept(work.layer.numel, check_density("density", level)) for level in levels]
+        found: list[float] = kernels.topk_errors(histogram, ks).tolist()
+        return found
+
     def encode(self, work: Work, vector: torch.Tensor) -> Payload:
         layout = self._layout(work.layer, work.level)
         if self._counted(layout):

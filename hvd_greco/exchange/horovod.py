@@ -70,6 +70,11 @@ class HorovodGroup:
         self.identity = str(process_set.process_set_id)
         self._host_sets: HostSets | None = None
 
+    @property
+    def over_mpi(self) -> bool:
+        """Whether Horovod itself runs over MPI in this job."""
+        return bool(hvd.mpi_enabled())
+
     def hosts(self) -> Hosts:
         if self.size != hvd.size():
             raise ConfigError(

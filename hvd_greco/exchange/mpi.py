@@ -1,4 +1,4 @@
-"""What concerns MPI itself. The only module that imports mpi4py, and only if the script did."""
+"""What concerns MPI itself. The only module that imports mpi4py, and only in jobs over MPI."""
 
 from __future__ import annotations
 
@@ -33,3 +33,21 @@ def shut_down_before_finalize(horovod: Any) -> None:
 
     _keyval = MPI.Comm.Create_keyval(delete_fn=stop)
     MPI.COMM_SELF.Set_attr(_keyval, True)
+
+
+def world() -> tuple[int, int] | None:
+    """This process's rank in MPI's world and its size; None without mpi4py or a running MPI."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        return None
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        return None
+    return int(MPI.COMM_WORLD.Get_rank()), int(MPI.COMM_WORLD.Get_size())
+
+
+def duplicate() -> Any:
+    """A communicator of all processes that nobody else uses; collective."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.Dup()

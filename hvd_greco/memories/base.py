@@ -98,6 +98,18 @@ class Memory(ABC):
     def commit(self, given: Given, own: Own) -> None:
         """Store what was not sent. ``given`` is what it was in :meth:`compensate`."""
 
+    def owed(self, state: LayerState) -> torch.Tensor | None:
+        """What a layer that goes dense from now on has kept back; None: nothing.
+
+        It is then sent with its gradient, as :meth:`compensate` adds them up, and once the step is
+        accepted :meth:`settle` forgets it.
+        """
+        return None
+
+    def settle(self, state: LayerState) -> None:
+        """Forget what was :meth:`owed`."""
+        return
+
     def deliver(self, layer: Layer, state: LayerState, mean: torch.Tensor) -> None:
         """Turn the mean of what was sent into what the optimizer gets, in place.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..layers import Addends, Given
+from ..layers import Addends, Given, LayerState
 from ..registry import register_memory
 from .base import Memory, Own
 
@@ -42,3 +42,9 @@ class ErrorFeedback(Memory):
             return
         given.state.residual.add_(given.gradient, alpha=given.unscale)
         own.add_to(given.state.residual, -1.0)
+
+    def owed(self, state: LayerState) -> torch.Tensor | None:
+        return state.residual
+
+    def settle(self, state: LayerState) -> None:
+        state.residual = None

@@ -85,6 +85,25 @@ def test_a_rank_that_joins_ends_the_job_with_advice() -> None:
     assert run.seconds < 45
 
 
+def test_a_rank_that_dies_in_a_retune_ends_the_job() -> None:
+    """case 12: mpirun sees it, and ends the others, which wait for the plan."""
+    run = script("rank_0_dies_while_it_decides")
+    _ends(run, ok=False)
+    assert {record["done"] for record in run.told("done")} == {0}
+    assert run.seconds < 45
+
+
+def test_a_rank_that_never_comes_to_a_decision_ends_the_job() -> None:
+    """case 12: the others wait for so long and no longer, and say for what."""
+    env = {"HVD_GRECO_CONTROL_TIMEOUT": "4", **STALL}
+    run = script("one_rank_never_comes_to_a_decision", env=env)
+    _ends(run, ok=False)
+    (error,) = run.told("error")
+    assert error["rank"] == 0
+    assert error["error"] in ("StallError", "HorovodInternalError")
+    assert run.seconds < 45
+
+
 @pytest.mark.parametrize(
     ("name", "finalized"),
     [

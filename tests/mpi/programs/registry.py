@@ -29,6 +29,7 @@ MODULES = (
     "arguments",
     "exchanges",
     "everyone",
+    "control",
 )
 
 

@@ -148,6 +148,52 @@ def process_set_for_the_compressor_alone() -> None:
     _process_set(to_optimizer=False)
 
 
+# -- the controller ------------------------------------------------------------------------------
+
+
+@script
+def rank_0_dies_while_it_decides() -> None:
+    import horovod.torch as hvd
+
+    import hvd_greco as greco
+
+    hvd.init()
+
+    class Dying(greco.Policy):
+        name = "dying"
+
+        def decide(self, evidence: Any) -> Any:
+            os._exit(7)
+
+    model = _model()
+    compression = greco.LGreco(model.named_parameters(), interval=2, policy=Dying())
+    optimizer = _start(compression, model)
+    for step in range(4):
+        optimizer.zero_grad()
+        _backward(model, step, hvd.rank())
+        optimizer.step()
+        tell(done=step)
+
+
+@script
+def one_rank_never_comes_to_a_decision() -> None:
+    """Its last step before the decision is there, and then it stops."""
+    import horovod.torch as hvd
+
+    import hvd_greco as greco
+    from hvd_greco.adapt.controller import Controller
+
+    hvd.init()
+    if hvd.rank() == 1:
+        Controller._synchronise = lambda self: time.sleep(100)  # type: ignore[assignment,return-value]
+    model = _model()
+    optimizer = _start(greco.LGreco(model.named_parameters(), interval=2), model)
+    for step in range(4):
+        optimizer.zero_grad()
+        _backward(model, step, hvd.rank())
+        optimizer.step()
+
+
 # -- ranks that do not come --------------------------------------------------------------------
 
 

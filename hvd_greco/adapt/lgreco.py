@@ -1,0 +1,125 @@
+"""``greco.LGreco``: the controller, as a method like the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..codecs.base import Codec, Level
+from ..config import check_count
+from ..errors import ConfigError
+from ..plan import Assignment
+from ..registry import find_codec, register_controller
+from .budget import parse_budget
+from .controller import Controller, Setup
+from .journal import Journal
+from .lgreco_policy import LGrecoPolicy
+from .options import FAMILIES, menu
+from .policy import Policy
+
+#: The codec whose default level is a family's reference.
+_REFERENCE = {"auto": "topk"}
+OBJECTIVES = ("bytes",)
+
+
+def assemble(
+    family: str = "topk",
+    *,
+    default: float | None = None,
+    interval: int = 100,
+    warmup: int = 0,
+    objective: str = "bytes",
+    budget: float | str = "error:1.0",
+    solver: str = "hull",
+    hysteresis: float = 0.02,
+    samples: int = 3,
+    metric: str = "squared",
+    log: str = "",
+    policy: Policy | None = None,
+    codecs: Mapping[str, Codec] | None = None,
+    levels: Mapping[str, Sequence[Level]] | None = None,
+) -> dict[str, Any]:
+    """The codec, level and controller of :class:`LGreco`."""
+    if family not in FAMILIES:
+        raise ConfigError(f"family: {family!r} is none of {', '.join(FAMILIES)}")
+    if objective not in OBJECTIVES:
+        raise ConfigError(f"objective: {objective!r} is none of {', '.join(OBJECTIVES)}")
+    check_count("interval", interval, minimum=1)
+    check_count("warmup", warmup)
+    check_count("samples", samples, minimum=1)
+    limit = parse_budget(budget)
+    given = dict(codecs or {})
+    names = FAMILIES[family]
+    for name in {*given, *(levels or {})} - set(names):
+        raise ConfigError(f"codecs: {name!r} is not in family {family!r}: {', '.join(names)}")
+    reference = _REFERENCE.get(family, names[0])
+    found: list[tuple[Codec, Sequence[Level]]] = []
+    for name in names:
+        entry = find_codec(name)
+        codec = given.get(name) or entry.make()
+        level = default if name == reference and default is not None else entry.default
+        chosen = (levels or {}).get(name)
+        own = menu(codec, level) if chosen is None else [codec.check_level(v) for v in chosen]
+        if name == reference:
+            start = codec.check_level(level)
+            own = sorted({*own, start}, key=float)
+            first, at = codec, start
+        found.append((codec, own))
+    decides = policy or LGrecoPolicy(limit, solver, hysteresis, metric)
+    if not isinstance(decides, Policy):
+        raise ConfigError(f"policy: needs a greco.Policy, got {decides!r}")
+
+    def controller(setup: Setup) -> Controller:
+        return Controller(
+            setup, found, Assignment(first.name, at), decides,
+            interval=interval, warmup=warmup, samples=samples,
+            journal=lambda: Journal(Path(log) if log else None),
+        )  # fmt: skip
+
+    return {"codec": first, "level": at, "memory": "ef", "controller": controller}
+
+
+@register_controller(
+    "lgreco",
+    public="LGreco",
+    description="every layer's level (or method) retuned each interval, within an error budget",
+    assemble=assemble,
+)
+class LGreco:
+    """Layer-adaptive compression (L-GreCo): every layer's level is chosen anew each interval.
+
+    At the end of each interval the errors that every level of every layer would make, on all ranks'
+    gradients, are summed over the ranks; rank 0 finds the choice of fewest bytes whose errors
+    together are no more than those of the uniform default, and broadcasts it; all ranks follow from
+    the same step on. Residuals and warm starts stay (Alimohammadi et al., MLSys 2024; what is
+    different here is in docs/lgreco.md).
+
+    Args:
+        family: ``"topk"``, ``"qsgd"``, ``"powersgd"`` or ``"acp"``: that method's levels;
+            ``"auto"``: those of the first three at once, each layer taking what is cheapest for it.
+            Dense and skipping are choices in all of them.
+        default: the uniform level whose error is the budget's measure: a density (0.01 unless you
+            say otherwise), bits (4) or a rank (4). For ``"auto"``: a density of top-k. Choose what
+            you would use without a controller.
+        interval: steps between decisions. 100 suits most; what a decision costs is in the log.
+        warmup: steps at the start that go dense; the first decision falls at their end. The first
+            epoch or two of a fine-tuned model need none.
+        objective: ``"bytes"`` on the link.
+        budget: ``"error:1.0"`` (or 1.0): that many times the uniform default's error;
+            ``"ratio:100"``: the least error at 100 times fewer bytes than dense.
+        solver: ``"hull"``, or ``"dp"``, exact and slower with hundreds of layers.
+        hysteresis: share by which a new plan must be better to be taken.
+        samples: steps of each interval whose gradients are looked at. Each costs a pass or two over
+            the gradient for each codec of the family.
+        metric: ``"squared"`` errors, or ``"lgreco"``: sums of norms, as the paper's code has them.
+        log: file for decisions, one JSON object a line, written by rank 0. Empty: none.
+        policy: another one in L-GreCo's place (``greco.Policy``).
+        codecs: codec objects with options of their own, by name (``{"topk": TopKCodec("fp16")}``).
+        levels: levels to choose from, by codec name.
+
+    Raises:
+        ConfigError: an argument that cannot work.
+
+    Memory: error feedback's copy, and for every layer a number for each of its options.
+    """

@@ -1,0 +1,135 @@
+"""What is remembered of an interval: errors of every option, in O(layers x options) numbers.
+
+One fixed fp64 buffer, laid out alike on all ranks (layers in the order of their names), so that one
+sum over ranks is all that synchronises it. Errors are squared norms, which add up exactly over
+layers, samples and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..codecs.base import Codec, Level, Work
+from .options import Options
+
+#: Numbers of a layer beside its options' errors.
+_ENERGY, _GRADIENT, _SAMPLES, _SECONDS, _STEPS = range(5)
+_OTHERS = 5
+
+
+@dataclass(frozen=True)
+class Sums:
+    """One layer over an interval and all ranks.
+
+    Attributes:
+        errors: squared error of each option, shape ``[options]``, summed over samples.
+        energy: squared norm of what was encoded.
+        gradient_energy: squared norm of the gradients.
+        samples: how many were taken, over all ranks.
+        codec_seconds: mean time in the codec in a step, as the plan was.
+    """
+
+    errors: np.ndarray
+    energy: float
+    gradient_energy: float
+    samples: int
+    codec_seconds: float = 0.0
+
+
+class Statistics:
+    """Sums over the samples of one interval.
+
+    Args:
+        options: the layers that have a choice.
+        codecs: by name.
+    """
+
+    def __init__(self, options: Sequence[Options], codecs: Mapping[str, Codec]) -> None:
+        self.options = sorted(options, key=lambda each: each.layer.name)
+        self._codecs = codecs
+        #: Where each layer's errors begin, and how many they are; then come its other numbers.
+        self._place: dict[str, tuple[int, int]] = {}
+        at = 0
+        for each in self.options:
+            self._place[each.layer.name] = at, len(each.assignments)
+            at += len(each.assignments) + _OTHERS
+        self._buffer = np.zeros(at)
+        #: Samples of the present step, which counts only if no rank overflows in it.
+        self._staged: dict[str, np.ndarray] = {}
+        #: Which codec serves which options of a layer, worked out once.
+        self._levels: dict[str, list[tuple[Codec, list[Level], list[int]]]] = {}
+        for each in self.options:
+            rows: dict[str, tuple[Codec, list[Level], list[int]]] = {}
+            for i, assignment in enumerate(each.assignments[:-2]):
+                codec = codecs[assignment.codec]
+                _, levels, places = rows.setdefault(codec.name, (codec, [], []))
+                levels.append(assignment.level)
+                places.append(i)
+            self._levels[each.layer.name] = list(rows.values())
+
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._buffer.nbytes
+
+    def knows(self, layer: str) -> bool:
+        """Whether the layer has a choice."""
+        return layer in self._place
+
+    def add(self, work: Work, vector: torch.Tensor, gradient_energy: float) -> None:
+        """One sample of one layer.
+
+        Args:
+            work: the layer in the present step.
+            vector: what would be encoded: gradient and residual, shape ``[d]``.
+            gradient_energy: squared norm of the gradient alone, loss scale divided out.
+        """
+        name = work.layer.name
+        energy = float(torch.linalg.vector_norm(vector, dtype=torch.float64)) ** 2
+        if not np.isfinite(energy):
+            return  # the step will not be accepted
+        _, count = self._place[name]
+        sample = np.zeros(count + _OTHERS)
+        for codec, levels, places in self._levels[name]:
+            sample[places] = codec.errors(work, vector, levels)
+        sample[count - 2] = energy  # skip; dense, the last, loses nothing
+        others = sample[count:]
+        others[_ENERGY], others[_GRADIENT], others[_SAMPLES] = energy, gradient_energy, 1
+        self._staged[name] = sample
+
+    def close(self, accepted: bool) -> None:
+        """End a step: its samples count if it was ``accepted``, on all ranks or on none."""
+        if accepted:
+            for name, sample in self._staged.items():
+                at = self._place[name][0]
+                self._buffer[at : at + sample.size] += sample
+        self._staged.clear()
+
+    def spend(self, layer: str, seconds: float) -> None:
+        """Time that a layer's codec took in one step."""
+        at = sum(self._place[layer])
+        self._buffer[at + _SECONDS] += seconds
+        self._buffer[at + _STEPS] += 1
+
+    def take(self) -> np.ndarray:
+        """The buffer, to be summed over ranks; starts anew."""
+        taken, self._buffer = self._buffer, np.zeros_like(self._buffer)
+        return taken
+
+    def read(self, total: np.ndarray) -> dict[str, Sums]:
+        """The layers' sums from a buffer that was summed over ranks."""
+        found = {}
+        for each in self.options:
+            at, count = self._place[each.layer.name]
+            errors, others = total[at : at + count], total[at + count : at + count + _OTHERS]
+            found[each.layer.name] = Sums(
+                errors=errors.copy(),
+                energy=float(others[_ENERGY]),
+                gradient_energy=float(others[_GRADIENT]),
+                samples=int(others[_SAMPLES]),
+                codec_seconds=float(others[_SECONDS] / max(1.0, others[_STEPS])),
+            )
+        return found
