@@ -32,6 +32,8 @@ _SAMPLE, _RUN = 1 << 16, 16
 #: Up to here a sample gains nothing.
 _SMALL = 1 << 12
 _BLOCK = 65_536
+#: Candidates that one thread has chosen among before others have been woken.
+_FEW = 1 << 13
 
 Parts = list[tuple[int, int]]
 
@@ -199,6 +201,45 @@ def _choose(vector, bits, magnitude, positions, keys, k, chosen, values, clear):
     for i in range(positions.size):
         keys[i] = bits[positions[i]] & magnitude
     _take(vector, keys, positions, k, chosen, values, clear)
+
+
+@Kernel
+def _look_up(bits, magnitude, positions, patterns, keys):
+    """The candidates' patterns, and those of their magnitudes."""
+    for i in range(positions.size):
+        pattern = bits[positions[i]]
+        patterns[i] = pattern
+        keys[i] = pattern & magnitude
+
+
+@Kernel
+def _kth_of_all(keys, k, ends, above, equal):
+    """The k-th largest key, and how many of each part's keys are above it and equal to it."""
+    kth = _kth_largest(keys, k)
+    begin = 0
+    for part in range(ends.size):
+        for i in range(begin, ends[part]):
+            above[part] += keys[i] > kth
+            equal[part] += keys[i] == kth
+        begin = ends[part]
+    return kth
+
+
+@Kernel
+def _take_part(vector, positions, patterns, keys, kth, ties, chosen, values, clear):
+    """Entries above the k-th, and the first ``ties`` of those equal to it; ``values`` as patterns.
+
+    They are not read from the vector again: so far apart, each would be a line of cache.
+    """
+    kept = 0
+    for i in range(positions.size):
+        if keys[i] > kth or (keys[i] == kth and ties > 0):
+            ties -= keys[i] == kth
+            chosen[kept] = positions[i]
+            values[kept] = patterns[i]
+            kept += 1
+            if clear:
+                vector[positions[i]] = 0
 
 
 @Kernel
@@ -560,6 +601,35 @@ def _exactly(
     k = chosen.size
     if sum(positions.size for positions in found) < k:
         found = _collected(array, bits, magnitude, parts, array.dtype.type(0), k)
-    candidates = found[0] if len(found) == 1 else np.concatenate(found)
-    keys = np.empty(candidates.size, bits.dtype)
-    _choose(array, bits, magnitude, candidates, keys, k, chosen, values, clear)
+    count = sum(positions.size for positions in found)
+    keys = np.empty(count, bits.dtype)
+    if len(found) == 1 or count < _FEW:
+        candidates = found[0] if len(found) == 1 else np.concatenate(found)
+        _choose(array, bits, magnitude, candidates, keys, k, chosen, values, clear)
+        return
+    ends = np.cumsum([positions.size for positions in found])
+    spans = [slice(int(end) - each.size, int(end)) for end, each in zip(ends, found, strict=True)]
+    patterns = np.empty(count, bits.dtype)
+    threads.each(
+        _look_up,
+        [
+            (bits, magnitude, each, patterns[span], keys[span])
+            for each, span in zip(found, spans, strict=True)
+        ],
+    )
+    above, equal = np.zeros(len(found), np.int64), np.zeros(len(found), np.int64)
+    kth = bits.dtype.type(_kth_of_all(keys, k, ends, above, equal))
+    # Of what equals the k-th, the first ones in the vector.
+    before = np.concatenate(([0], equal.cumsum()[:-1]))
+    ties = np.clip(k - above.sum() - before, 0, equal)
+    begins = np.concatenate(([0], (above + ties).cumsum()))
+    taken = values.view(bits.dtype)
+    threads.each(
+        _take_part,
+        [
+            (array, each, patterns[span], keys[span], kth, tie, chosen[a:b], taken[a:b], clear)
+            for each, span, tie, a, b in zip(
+                found, spans, ties.tolist(), begins[:-1], begins[1:], strict=True
+            )
+        ],
+    )
