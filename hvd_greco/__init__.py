@@ -40,6 +40,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from .adapt.other_policies import AccordionPolicy, SchedulePolicy
     from .adapt.policy import Decision, Evidence, Policy
     from .codecs.base import Codec
     from .compressor import Compressor
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 
 #: public name -> module that defines it
 _LAZY = {
+    "AccordionPolicy": "adapt.other_policies",
+    "SchedulePolicy": "adapt.other_policies",
     "Compressor": "compressor",
     "Dense": "constructors",
     "Codec": "codecs.base",
@@ -73,6 +76,7 @@ __all__ = [
     "ACP",
     "DGC",
     "QSGD",
+    "AccordionPolicy",
     "Codec",
     "Compressor",
     "ConfigError",
@@ -96,6 +100,7 @@ __all__ = [
     "PolicyError",
     "PowerSGD",
     "RandomK",
+    "SchedulePolicy",
     "SharedTopK",
     "Sign",
     "StallError",

@@ -217,9 +217,13 @@ class Compressor:
                 layer = slot.layer
             assignment = self.plan[layer]
             codec = self._codecs[assignment.codec]
+            if self._controller is not None:
+                self._controller.enter(layer.name)
             carried, pending = self._reduction.start(slot, tensor, codec, assignment.level)
             seen, trainable = self._reduction.seen, self._directory.trainable
             self._reduction.advance(complete=len(seen) == len(trainable))
+            if self._controller is not None:
+                self._controller.leave()
             return carried, pending
 
     def decompress(self, tensor: torch.Tensor, context: Any) -> torch.Tensor:

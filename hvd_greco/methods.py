@@ -78,6 +78,8 @@ def _read(argument: str, text: str, example: Any) -> Any:
         raise ConfigError(f"{argument}: {text!r} is not a number") from None
     if isinstance(example, int):
         return check_count(argument, int(number) if number.is_integer() else number)
+    if example is None and number.is_integer():
+        return int(number)  # as a person would write it in Python
     return number
 
 

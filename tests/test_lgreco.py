@@ -340,5 +340,28 @@ def test_journals_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"line 1: .*missing required field"):
         read_journal(path)
     path.write_bytes(b"x" * (1 << 21))
-    with pytest.raises(ConfigError, match="line 1 is 2097152 bytes long"):
+    with pytest.raises(ConfigError, match="line 1 is longer than 1,048,576 bytes"):
         read_journal(path)
+
+
+def test_accordions_levels_as_the_budget(tmp_path: Path) -> None:
+    """With its fine levels the budget is smaller, with its strong ones larger, than uniform's."""
+
+    def error(reference: greco.Policy | None) -> float:
+        log = tmp_path / "log"
+        train(5, family="topk", interval=4, hysteresis=0, log=str(log), reference=reference)
+        (first, *_) = (x for x in read_journal(Path(f"{log}.0")) if isinstance(x, Interval))
+        return first.error / first.error_default
+
+    # The first interval has nothing to compare with, and counts as critical: the fine level.
+    fine = error(AccordionPolicy("topk", strong=0.0025, fine=0.16))
+    strong = error(AccordionPolicy("topk", strong=0.0025, fine=0.0025))
+    assert fine < 0.9 * error(None) < error(None) < strong
+
+
+def test_a_reference_needs_a_budget_of_error() -> None:
+    reference = AccordionPolicy("topk", 0.01, 0.1)
+    with pytest.raises(ConfigError, match=r"reference: has no meaning for the budget 'ratio:10'"):
+        train(1, size=1, budget="ratio:10", reference=reference)
+    with pytest.raises(ConfigError, match=r"reference: needs a greco.Policy, got 'accordion'"):
+        train(1, size=1, reference="accordion")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +24,10 @@ from ..plan import Assignment
 from ..telemetry import StepReport
 from .journal import Interval, Journal, LayerLine
 from .options import Options, layer_options
+from .pipeline import StepModel
 from .policy import Decision, Evidence, Policy
 from .statistics import Statistics, Sums
+from .timing import SETTLING, Timing
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class Controller:
         warmup: dense steps before the first decision.
         samples: steps of an interval that are looked at.
         journal: rank 0's log.
+        timed: measure links, codecs and steps for the policy.
 
     Attributes:
         seconds: what all of it has taken on this rank: ``"statistics"``, ``"synchronise"``,
@@ -91,6 +95,7 @@ class Controller:
         warmup: int,
         samples: int,
         journal: Callable[[], Journal],
+        timed: bool = False,
     ) -> None:
         self._setup = setup
         self._menus = codecs
@@ -99,10 +104,15 @@ class Controller:
         self._interval = interval
         self._warmup = warmup
         self._samples = samples
+        self._timed = timed
+        self._timing: Timing | None = None
+        #: Steps until times are worth noting.
+        self._settling = SETTLING
         self._skip = SkipCodec()
         self.codecs: list[Codec] = [codec for codec, _ in codecs] + [self._skip]
         for codec in self.codecs:
-            codec.adapt_to(setup.memory.name)
+            if not isinstance(codec, DenseCodec):
+                codec.adapt_to(setup.memory.name)
         self._control: Control | None = None
         self._journal = journal() if setup.group.rank == 0 else Journal(None)
         self.seconds = {"statistics": 0.0, "synchronise": 0.0, "decide": 0.0}
@@ -128,6 +138,9 @@ class Controller:
         self._statistics = Statistics(
             list(options.values()), {codec.name: codec for codec in self.codecs}
         )
+        if self._timed:
+            by_name = {codec.name: codec for codec in self.codecs}
+            self._timing = Timing(layers, list(options.values()), by_name, setup.dense)
         dense = Assignment(setup.dense.name)
         first = step < self._warmup
         self._current = {
@@ -178,6 +191,16 @@ class Controller:
         left = end - 1 - step
         return left % stride == 0 and left // stride < self._samples
 
+    def enter(self, layer: str) -> None:
+        """A layer's gradient is ready, and encoding begins."""
+        if self._timing is not None:
+            self._timing.timeline.enter(layer)
+
+    def leave(self) -> None:
+        """A layer was encoded."""
+        if self._timing is not None:
+            self._timing.timeline.leave()
+
     def observe(self, work: Work, vector: torch.Tensor, gradient_energy: float) -> None:
         """Take a sample of a layer; what goes wrong is told to all ranks at the decision."""
         name = work.layer.name
@@ -200,6 +223,18 @@ class Controller:
         Raises:
             PolicyError: on every rank, if statistics or the decision failed on any.
         """
+        if self._timing is None:
+            return self._after_step(step, report)
+        # Steps that are sampled take longer, and those right after a change too.
+        self._timing.timeline.close(usual=not self._settling and not self.looks_at(step - 1))
+        self._settling = max(0, self._settling - 1)
+        found = self._after_step(step, report)
+        if found is not None:
+            self._settling = SETTLING
+        self._timing.timeline.resume()
+        return found
+
+    def _after_step(self, step: int, report: StepReport) -> dict[str, Assignment] | None:
         self._statistics.close(accepted=not report.nonfinite)
         for layer in report.layers:
             if self._statistics.knows(layer.name):
@@ -208,12 +243,19 @@ class Controller:
             return None
         began = time.perf_counter()
         total = self._synchronise()
+        sums = self._statistics.read(total)
+        assert self._control is not None
+        model, measured = None, math.nan
+        if self._timing is not None:
+            group = self._setup.group
+            self._timing.measure(group, self._setup.prefix, self._setup.memory)
+            model, measured = self._timing.model(self._control, sums, self._current, group.size)
+            self._timing.timeline.forget()
         synchronised = time.perf_counter()
         verdict, made = None, None
         if self._setup.group.rank == 0:
-            verdict, made = self._decide(step, self._statistics.read(total))
+            verdict, made = self._decide(step, sums, model, measured)
         decided = time.perf_counter()
-        assert self._control is not None
         sent = None if verdict is None else msgspec.msgpack.encode(verdict)
         received = msgspec.msgpack.decode(self._control.broadcast(sent), type=_Verdict)
         self.seconds["synchronise"] += synchronised - began + time.perf_counter() - decided
@@ -250,11 +292,11 @@ class Controller:
         return total[1:]
 
     def _decide(
-        self, step: int, sums: Mapping[str, Sums]
+        self, step: int, sums: Mapping[str, Sums], model: StepModel | None, measured: float
     ) -> tuple[_Verdict, tuple[Evidence, Decision] | None]:
         evidence = Evidence(
             self._decided, step, self._statistics.options, sums, dict(self._current),
-            self._others, self._dense_bytes,
+            self._others, self._dense_bytes, model, measured,
         )  # fmt: skip
         if not any(each.samples for each in sums.values()):
             # Overflows in all samples: there is nothing to decide by.
@@ -277,6 +319,11 @@ class Controller:
         spent = {what: self.seconds[what] - self._counted[what] for what in self.seconds}
         self._counted = dict(self.seconds)
         now, choice = evidence.choice, decision.choice
+        names = [each.layer.name for each in evidence.options]
+        predicted = None
+        if evidence.model is not None:
+            chosen = dict(zip(names, map(int, choice), strict=True))
+            predicted = _known(evidence.model.predict(chosen).total)
         lines: list[Any] = [
             Interval(
                 evidence.interval, step, self.policy.name, decision.reason,
@@ -287,10 +334,16 @@ class Controller:
                 error_default=float(errors[rows, evidence.defaults].sum()),
                 seconds=spent,
                 figures={name: float(value) for name, value in decision.figures.items()},
+                measured_seconds=_known(evidence.measured_seconds),
+                predicted_seconds=predicted,
             )
         ]  # fmt: skip
         for row, each in enumerate(evidence.options):
-            name = each.layer.name
+            name = names[row]
+            times = None
+            if evidence.model is not None and name in evidence.model.parts:
+                codec, link = evidence.model.seconds(name)
+                times = float(codec[choice[row]]), float(link[choice[row]])
             lines.append(
                 LayerLine(
                     evidence.interval, name, str(each.assignments[now[row]]),
@@ -299,9 +352,16 @@ class Controller:
                     energy=evidence.sums[name].energy,
                     codec_seconds=evidence.sums[name].codec_seconds,
                     reason=decision.reasons.get(name, ""),
+                    predicted_codec_seconds=times and times[0],
+                    predicted_link_seconds=times and times[1],
                 )
             )  # fmt: skip
         self._journal.write(lines)
+
+
+def _known(seconds: float) -> float | None:
+    """JSON has no NaN."""
+    return seconds if math.isfinite(seconds) else None
 
 
 def _check_choice(choice: Sequence[int], options: Sequence[Options]) -> None:

@@ -34,6 +34,8 @@ class Interval(msgspec.Struct, tag="interval", tag_field="kind"):
             the decision; ``error_default`` by the uniform default.
         seconds: rank 0's time for statistics, synchronisation and the decision itself.
         figures: further numbers of the policy.
+        measured_seconds: of a step in the interval that ended, the median; None: not measured.
+        predicted_seconds: of a step from here on, by the model.
     """
 
     interval: int
@@ -47,6 +49,8 @@ class Interval(msgspec.Struct, tag="interval", tag_field="kind"):
     error_default: float
     seconds: dict[str, float]
     figures: dict[str, float] = {}
+    measured_seconds: float | None = None
+    predicted_seconds: float | None = None
 
 
 class LayerLine(msgspec.Struct, tag="layer", tag_field="kind"):
@@ -62,6 +66,8 @@ class LayerLine(msgspec.Struct, tag="layer", tag_field="kind"):
         energy: squared norm of what is encoded, likewise.
         codec_seconds: measured, in a step of the interval that ended (of all ranks, the mean).
         reason: why it changed or not, where there is more to say than for the whole.
+        predicted_codec_seconds: in a step from here on, by the model; None: not asked for.
+        predicted_link_seconds: likewise, of the bytes alone, whether they overlap or not.
     """
 
     interval: int
@@ -73,6 +79,8 @@ class LayerLine(msgspec.Struct, tag="layer", tag_field="kind"):
     energy: float
     codec_seconds: float
     reason: str = ""
+    predicted_codec_seconds: float | None = None
+    predicted_link_seconds: float | None = None
 
 
 Line = Interval | LayerLine
@@ -121,9 +129,11 @@ def read_journal(path: Path) -> list[Line]:
     decoder = msgspec.json.Decoder(Line)
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+            while line := file.readline(_MOST_BYTES + 1):
                 if len(line) > _MOST_BYTES:
-                    raise ConfigError(f"{path}: line {number} is {len(line)} bytes long")
+                    raise ConfigError(
+                        f"{path}: line {len(found) + 1} is longer than {_MOST_BYTES:,} bytes"
+                    )
                 found.append(decoder.decode(line))
     except OSError as error:
         raise ConfigError(f"{path}: {error}") from error

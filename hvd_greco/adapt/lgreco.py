@@ -17,10 +17,13 @@ from .journal import Journal
 from .lgreco_policy import LGrecoPolicy
 from .options import FAMILIES, menu
 from .policy import Policy
+from .time_policy import TimePolicy
 
 #: The codec whose default level is a family's reference.
 _REFERENCE = {"auto": "topk"}
-OBJECTIVES = ("bytes",)
+OBJECTIVES = ("bytes", "time")
+#: Steps that go dense first where time counts, so that it is known what dense takes.
+DENSE_STEPS = 20
 
 
 def assemble(
@@ -28,7 +31,7 @@ def assemble(
     *,
     default: float | None = None,
     interval: int = 100,
-    warmup: int = 0,
+    warmup: int | None = None,
     objective: str = "bytes",
     budget: float | str = "error:1.0",
     solver: str = "hull",
@@ -37,6 +40,7 @@ def assemble(
     metric: str = "squared",
     log: str = "",
     policy: Policy | None = None,
+    reference: Policy | None = None,
     codecs: Mapping[str, Codec] | None = None,
     levels: Mapping[str, Sequence[Level]] | None = None,
 ) -> dict[str, Any]:
@@ -46,34 +50,44 @@ def assemble(
     if objective not in OBJECTIVES:
         raise ConfigError(f"objective: {objective!r} is none of {', '.join(OBJECTIVES)}")
     check_count("interval", interval, minimum=1)
-    check_count("warmup", warmup)
+    timed = objective == "time"
+    first_dense = (DENSE_STEPS if timed else 0) if warmup is None else check_count("warmup", warmup)
     check_count("samples", samples, minimum=1)
     limit = parse_budget(budget)
     given = dict(codecs or {})
     names = FAMILIES[family]
+    if timed and "fp16" not in names:
+        names = (*names, "fp16")
     for name in {*given, *(levels or {})} - set(names):
         raise ConfigError(f"codecs: {name!r} is not in family {family!r}: {', '.join(names)}")
-    reference = _REFERENCE.get(family, names[0])
+    uniform = _REFERENCE.get(family, names[0])
     found: list[tuple[Codec, Sequence[Level]]] = []
     for name in names:
         entry = find_codec(name)
         codec = given.get(name) or entry.make()
-        level = default if name == reference and default is not None else entry.default
+        level = default if name == uniform and default is not None else entry.default
         chosen = (levels or {}).get(name)
         own = menu(codec, level) if chosen is None else [codec.check_level(v) for v in chosen]
-        if name == reference:
+        if name == uniform:
             start = codec.check_level(level)
             own = sorted({*own, start}, key=float)
             first, at = codec, start
         found.append((codec, own))
-    decides = policy or LGrecoPolicy(limit, solver, hysteresis, metric)
-    if not isinstance(decides, Policy):
-        raise ConfigError(f"policy: needs a greco.Policy, got {decides!r}")
+    decides = policy
+    if decides is None and timed:
+        if metric != "squared":
+            raise ConfigError("metric: objective='time' has squared errors only")
+        decides = TimePolicy(limit, solver, hysteresis, reference)
+    elif decides is None:
+        decides = LGrecoPolicy(limit, solver, hysteresis, metric, reference)
+    for argument, given_policy in (("policy", decides), ("reference", reference)):
+        if given_policy is not None and not isinstance(given_policy, Policy):
+            raise ConfigError(f"{argument}: needs a greco.Policy, got {given_policy!r}")
 
     def controller(setup: Setup) -> Controller:
         return Controller(
             setup, found, Assignment(first.name, at), decides,
-            interval=interval, warmup=warmup, samples=samples,
+            interval=interval, warmup=first_dense, samples=samples, timed=timed,
             journal=lambda: Journal(Path(log) if log else None),
         )  # fmt: skip
 
@@ -103,18 +117,25 @@ class LGreco:
             say otherwise), bits (4) or a rank (4). For ``"auto"``: a density of top-k. Choose what
             you would use without a controller.
         interval: steps between decisions. 100 suits most; what a decision costs is in the log.
-        warmup: steps at the start that go dense; the first decision falls at their end. The first
-            epoch or two of a fine-tuned model need none.
-        objective: ``"bytes"`` on the link.
+        warmup: steps at the start that go dense; the first decision falls at their end. None: 0,
+            or 20 for ``objective="time"``, which wants to know what a dense step takes. An epoch
+            or two where early training is sensitive.
+        objective: ``"bytes"`` on the link, or ``"time"``: the shortest step, by a model of links,
+            codecs and overlap that is measured in the job itself (2 s at the first decision).
+            Dense and fp16 are plans like others, and taken where compression does not pay.
         budget: ``"error:1.0"`` (or 1.0): that many times the uniform default's error;
-            ``"ratio:100"``: the least error at 100 times fewer bytes than dense.
+            ``"ratio:100"``: the least error at 100 times fewer bytes than dense; ``"step:0.12"``,
+            with ``objective="time"``: the least error with steps of 0.12 s.
         solver: ``"hull"``, or ``"dp"``, exact and slower with hundreds of layers.
         hysteresis: share by which a new plan must be better to be taken.
         samples: steps of each interval whose gradients are looked at. Each costs a pass or two over
             the gradient for each codec of the family.
         metric: ``"squared"`` errors, or ``"lgreco"``: sums of norms, as the paper's code has them.
         log: file for decisions, one JSON object a line, written by rank 0. Empty: none.
-        policy: another one in L-GreCo's place (``greco.Policy``).
+        policy: another one in L-GreCo's place (``greco.AccordionPolicy``,
+            ``greco.SchedulePolicy``, or your own ``greco.Policy``: ``examples/own_policy.py``).
+        reference: a policy whose levels take the uniform default's place in the budget: with
+            Accordion's, errors may be larger while gradients change slowly.
         codecs: codec objects with options of their own, by name (``{"topk": TopKCodec("fp16")}``).
         levels: levels to choose from, by codec name.
 

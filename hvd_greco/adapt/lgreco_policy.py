@@ -54,6 +54,8 @@ class LGrecoPolicy(Policy):
             raise ConfigError(f"metric: {metric!r} is none of {', '.join(METRICS)}")
         if not 0 <= hysteresis < 1:
             raise ConfigError(f"hysteresis: {hysteresis} is outside 0..1; 0.02 is usual")
+        if reference is not None and budget.kind != "error":
+            raise ConfigError(f"reference: has no meaning for the budget {str(budget)!r}")
         if budget.kind not in ("error", "ratio"):
             raise ConfigError(
                 f"budget: {str(budget)!r} limits a step's time, which objective='time' knows of"

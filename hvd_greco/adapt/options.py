@@ -22,7 +22,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "qsgd": ("qsgd",),
     "powersgd": ("powersgd",),
     "acp": ("acp",),
-    "auto": ("topk", "qsgd", "powersgd"),
+    "auto": ("topk", "qsgd", "powersgd", "fp16"),
 }
 #: Levels beside the default: what it is multiplied by.
 _DENSITIES = tuple(2.0 ** (i / 2) for i in range(-8, 11))
@@ -79,6 +79,8 @@ def menu(codec: Codec, default: Level) -> Sequence[Level]:
         return sorted({max(1, round(rank * f)) for f in _RANKS})
     if codec.name == "qsgd":
         return list(_BITS)
+    if codec.name == "fp16":
+        return [None]
     raise ConfigError(f"codec: {codec.name!r} has no levels to choose from")
 
 
@@ -121,14 +123,13 @@ def layer_options(
     found: list[tuple[Assignment, float]] = []
     for codec, levels in codecs:
         seen: set[float] = set()
+        bare = isinstance(codec, DenseCodec)
         for level in levels:
-            cost = codec.network_bytes(layer, level, size) + tail
+            cost = codec.network_bytes(layer, level, size) + (0 if bare else tail)
             # Levels that come to the same (ranks above the matrix's, say) are one option.
             if cost >= most or cost in seen or not codec.suits(layer, level):
                 continue
-            try:
-                memory.check(codec, level)
-            except ConfigError:
+            if not bare and not _allowed(memory, codec, level):
                 continue
             seen.add(cost)
             found.append((Assignment(codec.name, level), float(cost)))
@@ -138,3 +139,11 @@ def layer_options(
     assignments = tuple(assignment for assignment, _ in found)
     where = assignments.index(default) if default in assignments else len(found) - 1
     return Options(layer, assignments, tuple(cost for _, cost in found), where)
+
+
+def _allowed(memory: Memory, codec: Codec, level: Level) -> bool:
+    try:
+        memory.check(codec, level)
+    except ConfigError:
+        return False
+    return True

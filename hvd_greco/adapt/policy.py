@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .options import Options
+from .pipeline import StepModel
 from .statistics import Sums
 
 
@@ -24,6 +26,9 @@ class Evidence:
         current: the option in force, by layer name.
         other_bytes: what the layers without a choice put on the link, and what all share.
         dense_bytes: what all layers would put on the link uncompressed.
+        model: predicts a step's time; None unless the controller was asked to measure time, and
+            before it could.
+        measured_seconds: a step's time in the interval, the median; NaN likewise.
     """
 
     interval: int
@@ -33,6 +38,20 @@ class Evidence:
     current: Mapping[str, int]
     other_bytes: float
     dense_bytes: float
+    model: StepModel | None = None
+    measured_seconds: float = math.nan
+
+    def codec_places(self, codec: str) -> np.ndarray | None:
+        """Every layer's first option of one codec; its dense one where it has none.
+
+        None if no layer has one.
+        """
+        found = [
+            next((i for i, a in enumerate(each.assignments) if a.codec == codec), each.dense)
+            for each in self.options
+        ]
+        some = any(a.codec == codec for each in self.options for a in each.assignments)
+        return np.array(found) if some else None
 
     def table(self, values: Mapping[str, Sequence[float] | np.ndarray]) -> np.ndarray:
         """Numbers of all options as ``[layers, options]``, inf where a layer has fewer."""

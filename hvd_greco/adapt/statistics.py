@@ -27,7 +27,7 @@ class Sums:
 
     Attributes:
         errors: squared error of each option, shape ``[options]``, summed over samples.
-        energy: squared norm of what was encoded.
+        energy: squared norm of what is encoded.
         gradient_energy: squared norm of the gradients.
         samples: how many were taken, over all ranks.
         codec_seconds: mean time in the codec in a step, as the plan was.

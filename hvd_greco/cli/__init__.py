@@ -19,6 +19,7 @@ from .bench import bench_app
 from .demo import demo
 from .doctor import doctor
 from .install import install_horovod
+from .plan import plan
 
 app = typer.Typer(
     name="hvd-greco",
@@ -57,6 +58,7 @@ def _options(
 
 
 app.command("demo")(demo)
+app.command("plan")(plan)
 app.command("install-horovod")(install_horovod)
 app.command("doctor")(doctor)
 app.add_typer(bench_app, name="bench")

@@ -64,7 +64,7 @@ def demo(
     hvd-greco demo -np 4 --model base --methods all --output runs/base
     """
     from ..demo.runner import run_demo
-    from ..demo.summary import make_table
+    from ..demo.summary import make_plan_tables, make_table
 
     config = make_config(
         ranks=ranks,
@@ -84,6 +84,8 @@ def demo(
         return
     console = Console()
     console.print(make_table(summary))
+    for table in make_plan_tables(summary):
+        console.print(table)
     if config.ranks == 1:
         console.print("One rank sends nothing: Horovod leaves the compressor out.")
     console.print(f"Written to {output / 'summary.json'}", highlight=False, soft_wrap=True)

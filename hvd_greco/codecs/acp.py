@@ -100,6 +100,9 @@ class ACPCodec(Codec):
         both = rank_of(layer, level) * sum(layer.matrix) * layer.work_dtype.itemsize
         return network_bytes(Kind.CARRIED, both // 2, size)
 
+    def effort(self, layer: Layer, level: Level, size: int) -> float:
+        return float(rank_of(layer, level)) * layer.numel
+
     def errors(self, work: Work, vector: torch.Tensor, levels: Sequence[Level]) -> list[float]:
         return low_rank_errors(work, vector, levels, work.state.slots.get(_RIGHT))
 

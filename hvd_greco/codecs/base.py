@@ -131,6 +131,15 @@ class Codec(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} does not tell its errors")
 
+    def effort(self, layer: Layer, level: Level, size: int) -> float:
+        """What the time for encoding and decoding grows with, beside the number of elements.
+
+        In any unit; by default the bytes of all ranks' payloads, which are decoded one by one.
+        """
+        return float(self.wire_bytes(layer, level, size)) * (
+            size if self.kind is Kind.GATHER else 1
+        )
+
     @abstractmethod
     def wire_bytes(self, layer: Layer, level: Level, size: int) -> int:
         """Bytes that a rank hands to collectives in one step, over all rounds.

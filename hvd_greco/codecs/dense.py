@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from ..errors import ConfigError, WireError
@@ -9,6 +12,9 @@ from ..layers import Layer, carried_dtype
 from ..payload import Kind, Payload, Reduced, network_bytes
 from ..registry import register_codec
 from .base import Codec, Level, Turn, Work
+
+#: Sums beyond this are infinite in fp16.
+HALF_MAX = 65504.0
 
 WIRES = {"native": None, "fp32": torch.float32, "fp16": torch.float16}
 
@@ -45,6 +51,17 @@ class DenseCodec(Codec):
 
     def wire_bytes(self, layer: Layer, level: Level, size: int) -> int:
         return layer.numel * self.wire_dtype(layer.dtype).itemsize
+
+    def errors(self, work: Work, vector: torch.Tensor, levels: Sequence[Level]) -> list[float]:
+        # Rounding to 11 bits, evenly spread; below 6e-5 to multiples of 6e-8. What cannot be added
+        # up in fp16 is no choice.
+        if self.wire_dtype(work.layer.dtype) != torch.float16:
+            return [0.0] * len(levels)
+        norm = float(torch.linalg.vector_norm(vector, dtype=torch.float64))
+        if norm * work.size > HALF_MAX:
+            return [math.inf] * len(levels)
+        error = norm**2 * 2.0**-22 / 3 + work.layer.numel * 2.0**-48 / 12
+        return [error] * len(levels)
 
     def encode(self, work: Work, vector: torch.Tensor) -> Payload:
         return Payload(Kind.CARRIED, vector.to(self.wire_dtype(work.layer.dtype)))

@@ -70,6 +70,9 @@ class PowerSGDCodec(Codec):
     def wire_bytes(self, layer: Layer, level: Level, size: int) -> int:
         return rank_of(layer, level) * sum(layer.matrix) * layer.work_dtype.itemsize
 
+    def effort(self, layer: Layer, level: Level, size: int) -> float:
+        return float(rank_of(layer, level)) * layer.numel
+
     def errors(self, work: Work, vector: torch.Tensor, levels: Sequence[Level]) -> list[float]:
         return low_rank_errors(work, vector, levels, work.state.slots.get(_SLOT))
 

@@ -6,6 +6,8 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -24,6 +26,7 @@ from ..launch import mpi_environment, mpirun_command, python_command, stop_ranks
 from .config import DemoConfig, prepare_output
 from .summary import make_summary, write_summary
 from .view import View
+from .worker import decisions_name
 
 #: Seconds between two looks at the ranks; below what the eye sees, and nearly free.
 POLL = 0.05
@@ -134,6 +137,19 @@ def _reason(code: int, last_words: deque[str]) -> str:
     )
 
 
+def decisions_file(method: str) -> str:
+    """Name of the log of an adaptive method's decisions in the output folder."""
+    return f"decisions-{re.sub(r'[^A-Za-z0-9.=]+', '-', method)}.jsonl"
+
+
+def _keep_decisions(config: DemoConfig, folder: Path, output: Path) -> None:
+    """Bring the logs of decisions to the output folder."""
+    for place, method in enumerate(config.methods):
+        log = folder / decisions_name(place)
+        if log.exists():
+            shutil.copyfile(log, output / decisions_file(method))
+
+
 def run_demo(config: DemoConfig, output: Path, console: Console) -> dict[str, Any]:
     """Train every method of ``config``, showing progress on ``console``, and write the summary.
 
@@ -157,6 +173,7 @@ def run_demo(config: DemoConfig, output: Path, console: Console) -> dict[str, An
         events_path.touch()
         with _terminate_like_interrupt(), View(config, console) as view:
             events = _follow(config, events_path, view)
+        _keep_decisions(config, Path(folder), output)
     start = next(event for event in events if event["event"] == "start")
     results = [
         {key: value for key, value in event.items() if key != "event"}

@@ -94,3 +94,29 @@ def make_table(summary: dict[str, Any]) -> Table:
             f"{100 * (bits / dense - 1):+.1f} %" if known else "-",
         )
     return table
+
+
+def make_plan_tables(summary: dict[str, Any]) -> list[Table]:
+    """What each layer ended with, for every adaptive method."""
+    tables = []
+    for result in summary["results"]:
+        if "plan" not in result:
+            continue
+        table = Table(title=f"{result['method']}: the plan at the end")
+        for heading in ("layer", "method(level)"):
+            table.add_column(heading, no_wrap=True)
+        for heading in ("wire bytes", "dense bytes", "ratio"):
+            table.add_column(heading, justify="right")
+        for row in result["plan"]:
+            wire, dense = row["wire_bytes"], row["dense_bytes"]
+            table.add_row(
+                row["layer"],
+                row["assignment"],
+                *(
+                    ("-", "-", "-")
+                    if wire is None
+                    else (f"{wire:,}", f"{dense:,}", f"{dense / wire:.1f}x")
+                ),
+            )
+        tables.append(table)
+    return tables

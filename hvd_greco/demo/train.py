@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import methods
+from .. import methods, registry
+from ..compressor import Compressor
 from ..errors import MismatchError
 from ..telemetry import LayerReport, StepReport
 from .config import CLIP, MOMENTUM, UNTIMED_STEPS, DemoConfig
@@ -82,6 +83,21 @@ def _compressed(layers: Iterable[LayerReport]) -> dict[str, Any]:
     }
 
 
+def _plan(compression: Compressor) -> list[dict[str, Any]]:
+    """What each layer ended with, and what it sent in the last step."""
+    report = compression.last_report
+    sent = {} if report is None else {layer.name: layer for layer in report.layers}
+    return [
+        {
+            "layer": name,
+            "assignment": str(assignment),
+            "wire_bytes": sent[name].sent_bytes if name in sent else None,
+            "dense_bytes": sent[name].dense_bytes if name in sent else None,
+        }
+        for name, assignment in compression.plan.assignments.items()
+    ]
+
+
 class _Traffic:
     """Sums the step reports of one method."""
 
@@ -111,7 +127,12 @@ class _Traffic:
 
 
 def train_method(
-    config: DemoConfig, method: str, corpus: Corpus, device: torch.device, on_step: OnStep
+    config: DemoConfig,
+    method: str,
+    corpus: Corpus,
+    device: torch.device,
+    on_step: OnStep,
+    log: str = "",
 ) -> dict[str, Any]:
     """Train a fresh model with one method and return its line of the summary.
 
@@ -122,12 +143,16 @@ def train_method(
         device: where to compute.
         on_step: called with the number of finished steps, this rank's loss in bits per byte and
             the step's seconds.
+        log: file for an adaptive method's decisions, unless its spec names one.
     """
     model = build_model(config.model, config.seed).to(device)
     spec = methods.parse(method)
     # DGC applies momentum before compressing, and refuses an optimizer that adds its own.
-    brings_momentum = "memory" in spec.method.brings
-    own = {"momentum": MOMENTUM} if brings_momentum else {}
+    brings_momentum = "momentum" in spec.method.options()
+    own: dict[str, Any] = {"momentum": MOMENTUM} if brings_momentum else {}
+    adaptive = spec.method.name in registry.controllers()
+    if adaptive and "log" not in spec.options:
+        own["log"] = log
     compression = methods.build(spec, model.named_parameters(), **own)
     momentum = 0.0 if brings_momentum else MOMENTUM
     base = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=momentum)
@@ -171,4 +196,5 @@ def train_method(
         "val_bits_per_byte": quality if math.isfinite(quality) else None,
         "wire_bytes_predicted": compression.wire_bytes(),
         "memory_bytes": memory,
+        **({"plan": _plan(compression)} if adaptive else {}),
     }

@@ -24,6 +24,11 @@ FAIL_AT = "HVD_GRECO_DEMO_FAIL_AT"
 INTERVAL = 0.1
 
 
+def decisions_name(place: int) -> str:
+    """File for the decisions of the method at that place, beside the events."""
+    return f"decisions-{place}.jsonl"
+
+
 class Events:
     """Rank 0's lines to the launcher; silent on the other ranks."""
 
@@ -92,14 +97,15 @@ def run(config: DemoConfig, events_path: Path | None) -> None:
         },
     )
     corpus = load_corpus(config.seq)
-    for method in config.methods:
+    for place, method in enumerate(config.methods):
+        log = "" if events_path is None else str(events_path.parent / decisions_name(place))
         events.send("method", method=method)
 
         def on_step(step: int, loss: float, _: float, method: str = method) -> None:
             events.step(method, step, config.steps, loss)
             _fail_for_test(rank, step)
 
-        events.send("result", **train_method(config, method, corpus, device, on_step))
+        events.send("result", **train_method(config, method, corpus, device, on_step, log))
     events.send("done")
     hvd.shutdown()
 
