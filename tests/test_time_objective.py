@@ -216,7 +216,15 @@ def evidence(seconds_per_byte: float, measured: float = math.nan, current: int =
     net = {kind: Link(1e-4, seconds_per_byte) for kind in LINKS}
     model = StepModel({"a": 0.010, "b": 0.011}, parts, net)
     return greco.Evidence(
-        0, 100, options, sums, {"a": current, "b": current}, 0.0, 8000.0, model, measured
+        0,
+        100,
+        options,
+        sums,
+        {"a": current, "b": current},
+        0.0,
+        8000.0,
+        model=model,
+        measured_seconds=measured,
     )
 
 
@@ -260,7 +268,7 @@ def test_a_plan_that_was_measured_to_be_slow_is_left() -> None:
     later = evidence(1e-5, measured=0.2)
     slow = greco.Evidence(
         1, 200, later.options, later.sums, dict(zip("ab", chosen.tolist(), strict=True)), 0.0,
-        8000.0, later.model, 0.2,
+        8000.0, model=later.model, measured_seconds=0.2,
     )  # fmt: skip
     found = decides.decide(slow)
     assert found.choice.tolist() != chosen.tolist()
@@ -271,7 +279,7 @@ def test_hysteresis_keeps_a_plan() -> None:
     given = evidence(1e-5)
     same = greco.Evidence(
         1, 200, given.options, given.sums, dict(zip("ab", best.tolist(), strict=True)), 0.0,
-        8000.0, given.model, math.nan,
+        8000.0, model=given.model,
     )  # fmt: skip
     found = policy().decide(same)
     assert found.choice.tolist() == best.tolist()
@@ -308,7 +316,7 @@ def test_without_times_nothing_changes() -> None:
     ("options", "said"),
     [
         ({"budget": "ratio:10"}, "limits bytes, which objective='bytes' knows of"),
-        ({"metric": "lgreco"}, "metric: objective='time' has squared errors only"),
+        ({"metric": "mood"}, "metric: 'mood' is none of residual, squared, lgreco"),
         ({"solver": "luck"}, "solver: 'luck' is none of hull, dp"),
         ({"hysteresis": -1.0}, "hysteresis: -1.0 is outside"),
     ],

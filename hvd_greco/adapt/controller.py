@@ -296,7 +296,7 @@ class Controller:
     ) -> tuple[_Verdict, tuple[Evidence, Decision] | None]:
         evidence = Evidence(
             self._decided, step, self._statistics.options, sums, dict(self._current),
-            self._others, self._dense_bytes, model, measured,
+            self._others, self._dense_bytes, self._interval, model, measured,
         )  # fmt: skip
         if not any(each.samples for each in sums.values()):
             # Overflows in all samples: there is nothing to decide by.

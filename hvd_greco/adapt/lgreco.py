@@ -37,7 +37,7 @@ def assemble(
     solver: str = "hull",
     hysteresis: float = 0.02,
     samples: int = 3,
-    metric: str = "squared",
+    metric: str = "residual",
     log: str = "",
     policy: Policy | None = None,
     reference: Policy | None = None,
@@ -75,9 +75,7 @@ def assemble(
         found.append((codec, own))
     decides = policy
     if decides is None and timed:
-        if metric != "squared":
-            raise ConfigError("metric: objective='time' has squared errors only")
-        decides = TimePolicy(limit, solver, hysteresis, reference)
+        decides = TimePolicy(limit, solver, hysteresis, metric, reference)
     elif decides is None:
         decides = LGrecoPolicy(limit, solver, hysteresis, metric, reference)
     for argument, given_policy in (("policy", decides), ("reference", reference)):
@@ -130,7 +128,10 @@ class LGreco:
         hysteresis: share by which a new plan must be better to be taken.
         samples: steps of each interval whose gradients are looked at. Each costs a pass or two over
             the gradient for each codec of the family.
-        metric: ``"squared"`` errors, or ``"lgreco"``: sums of norms, as the paper's code has them.
+        metric: what counts as error: ``"residual"``, the squared norm of what error feedback will
+            hold at the next decision; ``"squared"``, that of one step's error; ``"lgreco"``, norms
+            of one step's errors, as the paper's code has them. The latter two hardly tell sending
+            little from sending nothing.
         log: file for decisions, one JSON object a line, written by rank 0. Empty: none.
         policy: another one in L-GreCo's place (``greco.AccordionPolicy``,
             ``greco.SchedulePolicy``, or your own ``greco.Policy``: ``examples/own_policy.py``).

@@ -15,13 +15,10 @@ import numpy as np
 from ..errors import ConfigError
 from . import solve
 from .budget import Budget
-from .policy import Decision, Evidence, Policy
+from .policy import METRICS, Decision, Evidence, Policy
 from .solve import InfeasibleError, Problem
 
 _log = logging.getLogger("hvd_greco")
-
-#: What errors are summed up: squared norms, or norms as the paper's code does.
-METRICS = ("squared", "lgreco")
 
 
 class LGrecoPolicy(Policy):
@@ -33,7 +30,7 @@ class LGrecoPolicy(Policy):
         solver: a name in ``solve.SOLVERS``.
         hysteresis: a new plan must be better by this share; a change costs warm starts their
             directions, and hardly pays for less.
-        metric: one of :data:`METRICS`.
+        metric: what errors are, one of :data:`~.policy.METRICS`.
         reference: a policy whose choice takes the uniform default's place in the budget (Accordion,
             whose levels follow the phases of training).
     """
@@ -45,7 +42,7 @@ class LGrecoPolicy(Policy):
         budget: Budget,
         solver: str = "hull",
         hysteresis: float = 0.02,
-        metric: str = "squared",
+        metric: str = "residual",
         reference: Policy | None = None,
     ) -> None:
         if solver not in solve.SOLVERS:
@@ -69,13 +66,11 @@ class LGrecoPolicy(Policy):
 
     def describe(self) -> str:
         text = f"lgreco budget={self.budget} solver={self.solver} hysteresis={self.hysteresis:g}"
-        text += "" if self.metric == "squared" else f" metric={self.metric}"
+        text += f" metric={self.metric}"
         return text if self.reference is None else f"{text} reference=({self.reference.describe()})"
 
     def decide(self, evidence: Evidence) -> Decision:
-        errors, bytes_ = evidence.errors, evidence.bytes
-        if self.metric == "lgreco":
-            errors = np.sqrt(errors)
+        errors, bytes_ = evidence.measure(self.metric), evidence.bytes
         rows = np.arange(len(evidence.options))
         figures: dict[str, float] = {}
         if self.budget.kind == "error":
@@ -95,13 +90,13 @@ class LGrecoPolicy(Policy):
             return self._infeasible(evidence, problem, error, unit)
         now = evidence.choice
         before, used = problem.sums(now)
-        after, _ = problem.sums(choice)
+        after, figures["used"] = problem.sums(choice)
         what = "bytes" if unit == "error" else "error"
         gain = 1 - after / before if before else 0.0
         figures["gain"] = gain
         if used <= problem.limit and gain < self.hysteresis:
             reason = f"kept: another plan would gain {gain:.1%} {what}, less than the hysteresis"
-            return Decision(now, reason, figures=figures)
+            return Decision(now, reason, figures={**figures, "used": used})
         why = (
             f"{gain:.1%} less {what}" if used <= problem.limit else f"the {unit} budget was passed"
         )

@@ -11,7 +11,11 @@ import numpy as np
 
 from .options import Options
 from .pipeline import StepModel
-from .statistics import Sums
+from .statistics import Sums, kept_back
+
+#: What is summed up as error: squared norms of what error feedback will hold at the next decision,
+#: or of one step's error, or norms of that, as the paper's code has them.
+METRICS = ("residual", "squared", "lgreco")
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Evidence:
         current: the option in force, by layer name.
         other_bytes: what the layers without a choice put on the link, and what all share.
         dense_bytes: what all layers would put on the link uncompressed.
+        steps: how many until the next decision.
         model: predicts a step's time; None unless the controller was asked to measure time, and
             before it could.
         measured_seconds: a step's time in the interval, the median; NaN likewise.
@@ -38,6 +43,7 @@ class Evidence:
     current: Mapping[str, int]
     other_bytes: float
     dense_bytes: float
+    steps: int = 1
     model: StepModel | None = None
     measured_seconds: float = math.nan
 
@@ -70,6 +76,17 @@ class Evidence:
     def errors(self) -> np.ndarray:
         """Squared error of every option, likewise, summed over samples and ranks."""
         return self.table({name: sums.errors for name, sums in self.sums.items()})
+
+    @property
+    def residuals(self) -> np.ndarray:
+        """Squared norm of what error feedback will hold at the next decision, likewise."""
+        return self.table({name: kept_back(sums, self.steps) for name, sums in self.sums.items()})
+
+    def measure(self, metric: str) -> np.ndarray:
+        """What a budget limits, ``[layers, options]``: one of :data:`METRICS`."""
+        if metric == "residual":
+            return self.residuals
+        return self.errors if metric == "squared" else np.sqrt(self.errors)
 
     @property
     def defaults(self) -> np.ndarray:

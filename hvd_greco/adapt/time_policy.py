@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from . import solve
 from .budget import Budget
 from .pipeline import Prediction, StepModel
-from .policy import Decision, Evidence, Policy
+from .policy import METRICS, Decision, Evidence, Policy
 from .solve import InfeasibleError, Problem
 
 #: What a second on the link costs in the proposals; a second in a codec costs 1.
@@ -45,6 +45,7 @@ class TimePolicy(Policy):
         budget: ``error``: a factor of what the uniform default loses; ``step``: seconds of a step.
         solver: a name in ``solve.SOLVERS``.
         hysteresis: a new plan must be faster by this share, and a compressed one than a dense one.
+        metric: what errors are, one of :data:`~.policy.METRICS`.
         reference: as for :class:`~.lgreco_policy.LGrecoPolicy`.
     """
 
@@ -55,10 +56,13 @@ class TimePolicy(Policy):
         budget: Budget,
         solver: str = "hull",
         hysteresis: float = 0.02,
+        metric: str = "residual",
         reference: Policy | None = None,
     ) -> None:
         if solver not in solve.SOLVERS:
             raise ConfigError(f"solver: {solver!r} is none of {', '.join(solve.SOLVERS)}")
+        if metric not in METRICS:
+            raise ConfigError(f"metric: {metric!r} is none of {', '.join(METRICS)}")
         if not 0 <= hysteresis < 1:
             raise ConfigError(f"hysteresis: {hysteresis} is outside 0..1; 0.02 is usual")
         if budget.kind not in ("error", "step"):
@@ -68,6 +72,7 @@ class TimePolicy(Policy):
         self.budget = budget
         self.solver = solver
         self.hysteresis = hysteresis
+        self.metric = metric
         self.reference = reference
         #: What plans were measured to take, by their choice; these are believed.
         self._known: dict[bytes, float] = {}
@@ -75,6 +80,7 @@ class TimePolicy(Policy):
     def describe(self) -> str:
         text = (
             f"lgreco-time budget={self.budget} solver={self.solver} hysteresis={self.hysteresis:g}"
+            f" metric={self.metric}"
         )
         return text if self.reference is None else f"{text} reference=({self.reference.describe()})"
 
@@ -94,7 +100,7 @@ class TimePolicy(Policy):
         plans.append(dense)
         best = min(plans, key=lambda plan: plan.seconds)
         if self.budget.kind == "step":
-            errors = evidence.errors
+            errors = evidence.measure(self.metric)
             able = [plan for plan in plans if plan.seconds <= limit] or [best]
             best = min(able, key=lambda plan: _total(errors, plan.choice))
         figures = {
@@ -145,10 +151,10 @@ class TimePolicy(Policy):
     def _fits(self, evidence: Evidence, plan: _Plan, limit: float) -> bool:
         if self.budget.kind == "step":
             return plan.seconds <= limit
-        return _total(evidence.errors, plan.choice) <= limit * (1 + solve.SLACK)
+        return _total(evidence.measure(self.metric), plan.choice) <= limit * (1 + solve.SLACK)
 
     def _within_error(self, evidence: Evidence, judge: _Judge) -> tuple[list[_Plan], float]:
-        errors = evidence.errors
+        errors = evidence.measure(self.metric)
         reference = evidence.defaults
         if self.reference is not None:
             reference = self.reference.decide(evidence).choice
@@ -168,7 +174,7 @@ class TimePolicy(Policy):
 
     def _within_seconds(self, evidence: Evidence, judge: _Judge) -> list[_Plan]:
         """Plans of least error for several sums of seconds; a step's time decides which may be."""
-        errors, found = evidence.errors, []
+        errors, found = evidence.measure(self.metric), []
         for price in PRICES[1:]:
             costs = judge.costs(price)
             low, high = 0.0, float(np.where(np.isfinite(costs), costs, 0.0).max(axis=1).sum())
