@@ -19,6 +19,7 @@ from .bench import bench_app
 from .demo import demo
 from .doctor import doctor
 from .install import install_horovod
+from .lab import lab_app
 
 app = typer.Typer(
     name="hvd-greco",
@@ -60,6 +61,7 @@ app.command("demo")(demo)
 app.command("install-horovod")(install_horovod)
 app.command("doctor")(doctor)
 app.add_typer(bench_app, name="bench")
+app.add_typer(lab_app, name="lab")
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from . import measure as _measure
 from .errors import LabConfigError, LabError
 from .measure import Measurement
 from .network import HostStatus, LabStatus, down, require, set_rate, status, up
-from .options import Rate, parse_rate
+from .options import DEFAULT_HOSTS, DEFAULT_RATE, DEFAULT_SUBNET, Rate, parse_rate
 from .state import LabState
 
 __all__ = [
@@ -86,10 +86,10 @@ def measure() -> Measurement:
 
 @contextmanager
 def session(
-    hosts: int = 2,
-    rate: str | Rate = "1gbit",
+    hosts: int = DEFAULT_HOSTS,
+    rate: str | Rate = DEFAULT_RATE,
     slots: int = 1,
-    subnet: str | None = None,
+    subnet: str = DEFAULT_SUBNET,
     *,
     replace: bool = False,
 ) -> Iterator[LabState]:

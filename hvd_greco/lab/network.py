@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from . import plan, system
 from .errors import LabConfigError, LabError
 from .job import write_files
-from .options import LabOptions, Rate, make_options, parse_rate
+from .options import (
+    DEFAULT_HOSTS,
+    DEFAULT_RATE,
+    DEFAULT_SUBNET,
+    LabOptions,
+    Rate,
+    make_options,
+    parse_rate,
+)
 from .state import (
     LabState,
     locked,
@@ -25,10 +33,10 @@ from .state import (
 
 
 def up(
-    hosts: int = 2,
-    rate: str | Rate = "1gbit",
+    hosts: int = DEFAULT_HOSTS,
+    rate: str | Rate = DEFAULT_RATE,
     slots: int = 1,
-    subnet: str | None = None,
+    subnet: str = DEFAULT_SUBNET,
     *,
     replace: bool = False,
 ) -> LabState:
@@ -38,14 +46,14 @@ def up(
         hosts: 2 to 32.
         rate: of each host's link, in and out (``"200mbit"``), or ``"none"``.
         slots: ranks that :func:`~.job.run` may start on each host.
-        subnet: for the hosts' addresses; None: one that is free on most machines.
+        subnet: of the hosts' addresses.
         replace: remove a lab that is up first.
 
     Raises:
         ConfigError: an argument cannot work.
         LabError: a lab is up, this is not root, or the machine cannot do it.
     """
-    options = make_options(hosts, rate, slots, **({} if subnet is None else {"subnet": subnet}))
+    options = make_options(hosts, rate, slots, subnet)
     system.check_needs()
     with locked():
         _make_room(replace)
@@ -168,26 +176,12 @@ def set_rate(rate: str | Rate) -> LabState:
 
 
 def _apply(options: LabOptions, rate: Rate) -> None:
-    if rate.bits is not None:
-        system.execute_all(plan.rate_commands(options.hosts, rate))
-    elif options.rate.bits is not None:
-        for command in plan.rate_commands(options.hosts, rate):
-            # An end that has no queue of ours (a change that was cut short) is as it should be.
-            with suppress(LabError):
-                system.execute(command)
-        left = _shaped_ends(options)
-        if left:
-            raise LabError(f"the limit of {', '.join(left)} could not be taken away")
-
-
-def _shaped_ends(options: LabOptions) -> list[str]:
-    ends = [(name, plan.INNER) for name in plan.host_names(options.hosts)]
-    ends += [(plan.SWITCH, plan.port(host)) for host in range(options.hosts)]
-    return [
-        f"{where}/{end}"
-        for where, end in ends
-        if any(queue.get("kind") == "tbf" for queue in system.qdisc_kinds(where, end))
-    ]
+    system.execute_all(plan.rate_commands(options.hosts, rate))
+    if rate.bits is None:
+        # Asked of the kernel, not of the record: a change that was cut short left some unshaped.
+        for where, end in plan.shaped_ends(options.hosts):
+            if "tbf" in system.queues(where, end):
+                system.execute(plan.unshape_command(where, end))
 
 
 @dataclass(frozen=True)

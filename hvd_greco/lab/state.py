@@ -5,7 +5,6 @@ The folder is in /run, beside the kernel's own names of namespaces, so both are 
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import stat
 from collections.abc import Iterator
@@ -50,11 +49,6 @@ class LabState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def options(self) -> LabOptions:
         """The same, checked."""
         return make_options(self.hosts, self.rate, self.slots, self.subnet)
-
-    @property
-    def network(self) -> ipaddress.IPv4Network:
-        """The subnet."""
-        return self.options().subnet
 
 
 def make_state(options: LabOptions, *, ready: bool) -> LabState:

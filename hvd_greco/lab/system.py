@@ -113,11 +113,10 @@ def subnets_in_use() -> list[ipaddress.IPv4Network]:
     return found
 
 
-def qdisc_kinds(namespace: str, device: str) -> list[dict[str, object]]:
-    """The queues of a device, as tc tells them."""
+def queues(namespace: str, device: str) -> list[str]:
+    """Kinds of the queues that a device has."""
     text = execute(("tc", "-json", "-n", namespace, "qdisc", "show", "dev", device))
-    found: list[dict[str, object]] = json.loads(text or "[]")
-    return found
+    return [str(queue["kind"]) for queue in json.loads(text or "[]")]
 
 
 def processes(namespaces: Sequence[str]) -> dict[str, list[int]]:
