@@ -21,6 +21,10 @@ BRIDGE = f"{PREFIX}br"
 INNER = "eth0"
 #: What a namespace must be called to be taken for ours.
 OURS = re.compile(rf"{PREFIX}(?:sw|[0-9]|[12][0-9]|3[01])", re.ASCII)
+#: Every kernel has it, and on short links cubic, most machines' default, does the same. A machine's
+#: own choice would decide results: under BBR, messages between pauses take half as long again.
+CONGESTION = "reno"
+_CONGESTION_FILE = "/proc/sys/net/ipv4/tcp_congestion_control"
 #: Queue of each end: what a switch would hold, in seconds at the rate, and never fewer bytes than
 #: a few packets.
 QUEUE_SECONDS, QUEUE_LEAST = 0.05, 65_536
@@ -84,6 +88,7 @@ def up_commands(options: LabOptions) -> list[Command]:
             ("ip", "-n", SWITCH, "link", "set", outer, "master", BRIDGE, "up"),
             ("ip", "-n", name, "address", "add", f"{address}/{prefix}", "dev", INNER),
             ("ip", "-n", name, "link", "set", INNER, "up"),
+            ("ip", "netns", "exec", name, "sh", "-c", f"echo {CONGESTION} > {_CONGESTION_FILE}"),
         ]
     if options.rate.bits is not None:
         commands += rate_commands(options.hosts, options.rate)
