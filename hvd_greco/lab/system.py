@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from .errors import LabError
-from .plan import OURS, Command
+from .plan import OURS, SWITCH, Command
 
 #: Program -> Debian's package of it.
 PROGRAMS = {
@@ -56,8 +56,8 @@ def check_needs() -> None:
     """
     if os.geteuid() != 0:
         raise LabError(
-            "a lab needs root, for network namespaces and tc: sudo hvd-greco lab ... (with the "
-            "full path of hvd-greco, since sudo has a PATH of its own)"
+            'a lab needs root, for network namespaces and tc: sudo -E env PATH="$PATH" hvd-greco '
+            "lab ..."
         )
     missing = [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
     if missing:
@@ -92,13 +92,11 @@ def execute_all(commands: Iterable[Command]) -> None:
 
 
 def our_namespaces() -> list[str]:
-    """Namespaces there are that bear a name which a lab gives."""
+    """Namespaces there are that bear a name which a lab gives: the switch, then the hosts."""
     lines = execute(("ip", "netns", "list")).splitlines()
-    return [name for name in (line.split()[0] for line in lines if line.split()) if _ours(name)]
-
-
-def _ours(name: str) -> bool:
-    return OURS.fullmatch(name) is not None
+    names = [line.split()[0] for line in lines if line.strip()]
+    ours = [name for name in names if OURS.fullmatch(name)]
+    return sorted(ours, key=lambda name: (name != SWITCH, len(name), name))
 
 
 def subnets_in_use() -> list[ipaddress.IPv4Network]:
