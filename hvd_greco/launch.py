@@ -97,9 +97,35 @@ def run_ranks(
     Raises:
         subprocess.TimeoutExpired: the limit passed; ``output`` holds what was printed.
     """
-    process = subprocess.Popen(
+    return run_job(
         mpirun_command(ranks, command),
-        env=mpi_environment(ranks, env),
+        mpi_environment(ranks, env),
+        timeout=timeout,
+        capture=capture,
+    )
+
+
+def run_job(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    timeout: float | None = None,
+    capture: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """Run an ``mpirun`` line, or what leads to one, in a session of its own, and wait.
+
+    Args:
+        command: the whole line.
+        env: the whole environment.
+        timeout: seconds, after which mpirun and all its ranks are killed.
+        capture: return stdout and stderr together in ``.stdout`` instead of printing them.
+
+    Raises:
+        subprocess.TimeoutExpired: the limit passed; ``output`` holds what was printed.
+    """
+    process = subprocess.Popen(
+        command,
+        env=env,
         stdout=subprocess.PIPE if capture else None,
         stderr=subprocess.STDOUT if capture else None,
         stdin=subprocess.DEVNULL,

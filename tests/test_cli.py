@@ -33,7 +33,9 @@ def test_version() -> None:
 def test_help_names_every_command() -> None:
     done = run("--help")
     assert done.returncode == 0
-    assert all(name in done.stdout for name in ("demo", "bench", "doctor", "install-horovod"))
+    assert all(
+        name in done.stdout for name in ("demo", "bench", "lab", "doctor", "install-horovod")
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,8 @@ def test_help_names_every_command() -> None:
         ["demo", "--help"],
         ["bench", "kernels", "--help"],
         ["bench", "kernels", "--bits", "9"],
+        ["lab", "run", "--help"],
+        ["lab", "up", "--hosts", "99"],
     ],
 )
 def test_torch_and_horovod_stay_unimported(arguments: list[str]) -> None:

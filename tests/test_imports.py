@@ -45,6 +45,7 @@ ORDER = [
     "install",
     "doctor",
     "bench",
+    "lab",
     "demo",
     "cli",
 ]
