@@ -226,7 +226,7 @@ def main() -> None:
             command = python_command(
                 os.path.abspath(__file__), "--models", *arguments.models, "--worker", str(target)
             )
-            status = lab.run(command, timeout=1800)
+            status = lab.run(command, timeout=1800).returncode
             if status:
                 sys.exit(status)
             rates[rate] = json.loads(target.read_text())

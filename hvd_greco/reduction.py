@@ -338,14 +338,14 @@ class Reduction:
     def _show(self, pending: Pending) -> None:
         """Let the observer see a layer."""
         assert self._observe is not None
-        norm = float(torch.linalg.vector_norm(pending.gradient, dtype=torch.float64))
+        energy = kernels.squared_norm(pending.gradient) * pending.unscale**2
         if isinstance(pending.codec, DenseCodec) and pending.slot.state.residual is None:
             # A memory would begin to keep something for a layer that owes nothing.
             vector = self._room(pending)
             vector.copy_(pending.gradient.contiguous().view(-1)).mul_(pending.unscale)
         else:
             vector = self._vector(pending)
-        self._observe(pending.work, vector, (norm * pending.unscale) ** 2)
+        self._observe(pending.work, vector, energy)
 
     def _encode(self, pending: Pending) -> Payload:
         """Form the vector and encode it, in one pass if memory and codec can."""

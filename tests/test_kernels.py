@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -153,3 +155,14 @@ def test_shared_indices_are_uniform() -> None:
     # Without replacement the counts' variance is smaller than multinomial by 1 - 10/50.
     chi_square = ((counts - expected) ** 2 / (expected * 0.8)).sum()
     assert 20 < chi_square < 95  # 49 degrees of freedom: P(outside) < 1e-4
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-18, 1.0, 1e15, 1e25, math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_squared_norms_of_any_size(scale: float, dtype: torch.dtype) -> None:
+    values = (torch.randn(1000, generator=torch.Generator().manual_seed(0)) * scale).to(dtype)
+    expected = float(values.double().square().sum())
+    found = kernels.squared_norm(values.view(10, 100))
+    assert math.isclose(found, expected, rel_tol=1e-5) or math.isnan(found) == math.isnan(expected)
+    if math.isfinite(expected):
+        assert math.isclose(found, expected, rel_tol=1e-5)

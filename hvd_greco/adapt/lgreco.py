@@ -35,7 +35,7 @@ def assemble(
     objective: str = "bytes",
     budget: float | str = "error:1.0",
     solver: str = "hull",
-    hysteresis: float = 0.02,
+    hysteresis: float = 0.05,
     samples: int = 3,
     metric: str = "residual",
     log: str = "",
@@ -125,7 +125,8 @@ class LGreco:
             ``"ratio:100"``: the least error at 100 times fewer bytes than dense; ``"step:0.12"``,
             with ``objective="time"``: the least error with steps of 0.12 s.
         solver: ``"hull"``, or ``"dp"``, exact and slower with hundreds of layers.
-        hysteresis: share by which a new plan must be better to be taken.
+        hysteresis: share by which a new plan must be better to be taken, or by which the present one
+            must pass the budget to be left.
         samples: steps of each interval whose gradients are looked at. Each costs a pass or two over
             the gradient for each codec of the family.
         metric: what counts as error: ``"residual"``, the squared norm of what error feedback will

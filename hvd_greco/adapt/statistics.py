@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from .. import kernels
 from ..codecs.base import Codec, Level, Work
 from .options import Options
 
@@ -117,7 +118,7 @@ class Statistics:
             gradient_energy: squared norm of the gradient alone, loss scale divided out.
         """
         name = work.layer.name
-        energy = float(torch.linalg.vector_norm(vector, dtype=torch.float64)) ** 2
+        energy = kernels.squared_norm(vector)
         if not np.isfinite(energy):
             return  # the step will not be accepted
         _, count = self._place[name]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .. import kernels
 from ..errors import ConfigError, WireError
 from ..layers import Layer, carried_dtype
 from ..payload import Kind, Payload, Reduced, network_bytes
@@ -57,10 +58,10 @@ class DenseCodec(Codec):
         # up in fp16 is no choice.
         if self.wire_dtype(work.layer.dtype) != torch.float16:
             return [0.0] * len(levels)
-        norm = float(torch.linalg.vector_norm(vector, dtype=torch.float64))
-        if norm * work.size > HALF_MAX:
+        energy = kernels.squared_norm(vector)
+        if math.sqrt(energy) * work.size > HALF_MAX:
             return [math.inf] * len(levels)
-        error = norm**2 * 2.0**-22 / 3 + work.layer.numel * 2.0**-48 / 12
+        error = energy * 2.0**-22 / 3 + work.layer.numel * 2.0**-48 / 12
         return [error] * len(levels)
 
     def encode(self, work: Work, vector: torch.Tensor) -> Payload:

@@ -138,7 +138,7 @@ def low_rank_errors(
     left = vector.new_empty(most, n)
     kernels.project_rows(right, matrix, left)
     basis = kernels.orthonormalise(left.unsqueeze(0))[0]
-    energy = float(torch.linalg.vector_norm(vector, dtype=torch.float64)) ** 2
+    energy = kernels.squared_norm(vector)
     factor = kernels.project_columns(basis, matrix, vector.new_empty(most, m))
     found = kernels.rank_errors(energy, factor)
     return [float(found[rank - 1]) for rank in ranks]
