@@ -29,13 +29,13 @@ METHODS = {
         "dgc:density=0.001,warmup=45", "qsgd:bits=4", "natural", "sign",
         "summable:bits=4", "powersgd:rank=4", "acp:rank=4", "topk:density=0.01,memory=ef21-sgdm",
         "lgreco:topk,interval=50", "lgreco:qsgd,interval=50", "lgreco:powersgd,interval=50",
-        "lgreco:acp,interval=50", "lgreco:auto,interval=50",
+        "lgreco:auto,interval=50",
     ],
     "text": [
         "dense", "fp16", "bf16", "topk:density=0.01", "sharedtopk:density=0.01",
         "randomk:density=0.01", "dgc:density=0.01,warmup=60", "qsgd:bits=4", "natural",
         "sign", "summable:bits=4", "powersgd:rank=4", "acp:rank=4", "lgreco:topk,interval=50",
-        "lgreco:qsgd,interval=50", "lgreco:powersgd,interval=50", "lgreco:acp,interval=50",
+        "lgreco:qsgd,interval=50", "lgreco:powersgd,interval=50",
         "lgreco:auto,interval=50",
     ],
 }  # fmt: skip

@@ -159,8 +159,9 @@ class Compressor:
     def memory_bytes(self) -> dict[str, int]:
         """Bytes held on top of the model: ``state`` (residuals), ``buffers`` (reused each step)."""
         slots = self._directory.slots
+        held = 0 if self._controller is None else self._controller.nbytes()
         return {
-            "state": sum(slot.state.nbytes() for slot in slots),
+            "state": sum(slot.state.nbytes() for slot in slots) + held,
             "buffers": self._reduction.scratch_bytes()
             + sum(slot.buffers.nbytes() for slot in slots),
         }

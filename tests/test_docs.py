@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = (ROOT / "docs" / "methods.md").read_text()
+LGRECO = (ROOT / "docs" / "lgreco.md").read_text()
 KERNELS = (ROOT / "docs" / "kernels.md").read_text()
 
 
@@ -51,6 +52,13 @@ def test_kernel_tables_are_the_recorded_ones(path: Path) -> None:
     found = record.read_record(path)
     assert report.markdown(found) in KERNELS
     assert found.command in " ".join(KERNELS.replace("\\\n", " ").split())
+
+
+@pytest.mark.parametrize("name", ["lgreco_gain", "lgreco_time", "lgreco_overhead"])
+def test_tables_of_the_controller_are_the_recorded_ones(name: str) -> None:
+    record = json.loads((RESULTS / f"{name}.json").read_text())
+    assert benchmark(name).table(record) in LGRECO
+    assert record["command"] in LGRECO
 
 
 def test_operations_and_their_bytes_are_the_measured_ones() -> None:

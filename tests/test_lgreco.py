@@ -365,3 +365,17 @@ def test_a_reference_needs_a_budget_of_error() -> None:
         train(1, size=1, budget="ratio:10", reference=reference)
     with pytest.raises(ConfigError, match=r"reference: needs a greco.Policy, got 'accordion'"):
         train(1, size=1, reference="accordion")
+
+
+def test_statistics_are_a_number_for_each_option_and_no_gradient() -> None:
+    found = train(12, family="auto", interval=5)
+    compressor = found[0].compressor
+    numbers = sum(len(each.assignments) + 5 for each in compressor._controller._statistics.options)
+    assert compressor._controller.nbytes() == 8 * numbers
+    residuals = sum(
+        0 if held is None else held.numel() * 4 for held in found[0].residuals[-1].values()
+    )
+    warm_starts = sum(
+        t.numel() * 4 for slots in found[0].states[-1].values() for t in slots.values()
+    )
+    assert compressor.memory_bytes()["state"] == residuals + warm_starts + 8 * numbers

@@ -89,6 +89,7 @@ def test_a_model_is_fitted_to_what_was_measured() -> None:
     assert math.isclose(model.fitted({}, measured).predict({}).total, measured, rel_tol=1e-4)
     assert math.isclose(model.fitted({}, measured).slow, 1.7, rel_tol=1e-3)
     # Where communication is hidden, a step's time says nothing of it.
+    assert model.fitted({}, 0.5 * model.predict({}).total).slow == pytest.approx(1.0)
     hidden = StepModel({"a": 1.0, "b": 900.0}, model.parts, LINKS)
     assert hidden.fitted({}, 1000.0).slow == 1.0
 

@@ -163,6 +163,10 @@ class Controller:
         self._begin = step
         return dict(self._assignments)
 
+    def nbytes(self) -> int:
+        """Bytes of the statistics."""
+        return self._statistics.nbytes()
+
     def describe(self) -> dict[str, str]:
         """What all ranks must agree on, as text."""
         facts = {

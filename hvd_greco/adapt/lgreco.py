@@ -125,8 +125,8 @@ class LGreco:
             ``"ratio:100"``: the least error at 100 times fewer bytes than dense; ``"step:0.12"``,
             with ``objective="time"``: the least error with steps of 0.12 s.
         solver: ``"hull"``, or ``"dp"``, exact and slower with hundreds of layers.
-        hysteresis: share by which a new plan must be better to be taken, or by which the present one
-            must pass the budget to be left.
+        hysteresis: share by which a new plan must be better to be taken, or the present one over
+            its budget to be left.
         samples: steps of each interval whose gradients are looked at. Each costs a pass or two over
             the gradient for each codec of the family.
         metric: what counts as error: ``"residual"``, the squared norm of what error feedback will

@@ -103,7 +103,7 @@ class Statistics:
 
     def nbytes(self) -> int:
         """Bytes held."""
-        return self._buffer.nbytes
+        return self._buffer.nbytes + sum(sample.nbytes for sample in self._staged.values())
 
     def knows(self, layer: str) -> bool:
         """Whether the layer has a choice."""

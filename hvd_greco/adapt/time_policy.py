@@ -105,6 +105,7 @@ class TimePolicy(Policy):
             best = min(able, key=lambda plan: _total(errors, plan.choice))
         figures = {
             "limit": limit,
+            "link_slowdown": model.slow,
             "dense_seconds": dense.seconds,
             **{f"{plan.name}_seconds": plan.seconds for plan in plans},
         }
