@@ -879,6 +879,7 @@ def runs_of_rank_errors(data: Data) -> Iterator[Run]:
 #: Of the table, and no operations.
 HELPERS = {
     "add", "backend_of", "register_backend", "blocks", "lane_words", "packed_bytes", "power_of_two",
+    "squared_norm",
 }  # fmt: skip
 
 

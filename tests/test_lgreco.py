@@ -379,3 +379,43 @@ def test_statistics_are_a_number_for_each_option_and_no_gradient() -> None:
         t.numel() * 4 for slots in found[0].states[-1].values() for t in slots.values()
     )
     assert compressor.memory_bytes()["state"] == residuals + warm_starts + 8 * numbers
+
+
+def test_large_layers_are_looked_at_in_parts_and_low_rank_once_an_interval(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Curves of a part are scaled to the whole; other entries are looked at in each sample."""
+    from hvd_greco.adapt import statistics
+    from hvd_greco.codecs import low_rank, powersgd
+
+    calls = []
+    measured = low_rank.low_rank_errors
+    monkeypatch.setattr(
+        powersgd, "low_rank_errors", lambda *given: calls.append(1) or measured(*given)
+    )
+    given = gaussian({"w": (300, 205)}, 2, 12, seed=4)
+
+    def seen() -> Any:
+        recorder = Scripted({})
+
+        def build(named: list[tuple[str, torch.Tensor]], member: LocalMember) -> Any:
+            return greco.LGreco(
+                named, family="auto", interval=12, samples=3, policy=recorder, group=member
+            )
+
+        run(given, build)
+        return recorder.seen[0]
+
+    whole = seen()
+    monkeypatch.setattr(statistics, "_LARGE", 10_000)
+    monkeypatch.setattr(statistics, "_BLOCK", 512)
+    calls.clear()
+    part = seen()
+    # Three samples on two ranks, but one look at the singular values on each.
+    assert len(calls) == 2
+    assert part.sums["w"].samples == 6
+    assert math.isclose(part.sums["w"].energy, whole.sums["w"].energy, rel_tol=1e-6)
+    assert not np.array_equal(part.errors, whole.errors)
+    np.testing.assert_allclose(part.errors, whole.errors, rtol=0.03)
+    parts = [statistics._part(torch.arange(20_000.0), turn) for turn in range(4)]
+    assert torch.equal(torch.cat(parts).sort().values, torch.arange(19_968.0))

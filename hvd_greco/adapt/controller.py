@@ -327,7 +327,7 @@ class Controller:
         predicted = None
         if evidence.model is not None:
             chosen = dict(zip(names, map(int, choice), strict=True))
-            predicted = _known(evidence.model.predict(chosen).total)
+            predicted = _known(decision.seconds) or _known(evidence.model.predict(chosen).total)
         lines: list[Any] = [
             Interval(
                 evidence.interval, step, self.policy.name, decision.reason,

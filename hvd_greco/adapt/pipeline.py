@@ -51,12 +51,14 @@ class Prediction:
         backward: until the last layer was encoded.
         codec: spent on encoding and decoding.
         link: that Horovod's thread was busy for.
+        hidden: of those, the ones within the backward pass.
     """
 
     total: float
     backward: float
     codec: float
     link: float
+    hidden: float = 0.0
 
     @property
     def exposed(self) -> float:
@@ -92,7 +94,7 @@ def simulate(
     heapq.heapify(queue)
     done = list(submitted)
     checked = backward
-    clock = busy = 0.0
+    clock = busy = hidden = 0.0
     while queue:
         clock = max(clock, queue[0][0])
         batch = []
@@ -106,6 +108,7 @@ def simulate(
         for kind, items in by_kind.items():
             nbytes = sum(parts[i].nbytes / parts[i].rounds for _, i, _ in items if i >= 0)
             took = slow * links[kind].seconds(nbytes)
+            hidden += max(0.0, min(clock + took, backward) - clock)
             clock += took
             busy += took
             for _, i, rounds in items:
@@ -127,7 +130,7 @@ def simulate(
         total = max(total, arrived) + part.decode
     total = max(total, checked)
     codec = sum(part.encode + part.decode for part in parts)
-    return Prediction(total, backward, codec, busy)
+    return Prediction(total, backward, codec, busy, hidden)
 
 
 class StepModel:

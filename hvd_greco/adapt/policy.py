@@ -108,12 +108,14 @@ class Decision:
         reason: why, in words, for the log: of the decision as a whole.
         reasons: of single layers, by name, where there is more to say.
         figures: numbers that led to it, for the log (predicted bytes, budgets, ...).
+        seconds: what a step is expected to take, for the log; NaN: as the model says.
     """
 
     choice: np.ndarray
     reason: str
     reasons: Mapping[str, str] = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = math.nan
 
 
 class Policy(ABC):

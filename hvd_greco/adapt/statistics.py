@@ -7,6 +7,7 @@ layers, samples and ranks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,10 @@ from .. import kernels
 from ..codecs.base import Codec, Level, Work
 from .options import Options
 
+#: Of layers with more than this many elements a part is looked at: one block in four, other ones in
+#: the next sample. Curves are shares of the energy, and a hundred thousand entries tell them.
+_LARGE = 1 << 19
+_BLOCK, _STRIDE = 4096, 4
 #: Numbers of a layer beside its options' errors.
 _ENERGY, _GRADIENT, _SAMPLES, _SECONDS, _STEPS = range(5)
 _OTHERS = 5
@@ -70,6 +75,14 @@ def kept_back(sums: Sums, steps: int) -> np.ndarray:
     return np.where(np.isfinite(found), found, np.inf)
 
 
+def _part(vector: torch.Tensor, turn: int) -> torch.Tensor:
+    """A large vector's entries that are looked at in a sample; a small one as it is."""
+    if vector.numel() <= _LARGE:
+        return vector
+    whole = vector.numel() // _BLOCK * _BLOCK
+    return vector[:whole].view(-1, _BLOCK)[turn % _STRIDE :: _STRIDE].reshape(-1)
+
+
 class Statistics:
     """Sums over the samples of one interval.
 
@@ -90,6 +103,10 @@ class Statistics:
         self._buffer = np.zeros(at)
         #: Samples of the present step, which counts only if no rank overflows in it.
         self._staged: dict[str, np.ndarray] = {}
+        #: Shares of the energy that an option loses, where they are looked at once an interval.
+        self._shares: dict[tuple[str, str], np.ndarray] = {}
+        #: Counts samples, so that each looks at another part of large layers.
+        self._turn = 0
         #: Which codec serves which options of a layer, worked out once.
         self._levels: dict[str, list[tuple[Codec, list[Level], list[int]]]] = {}
         for each in self.options:
@@ -103,7 +120,8 @@ class Statistics:
 
     def nbytes(self) -> int:
         """Bytes held."""
-        return self._buffer.nbytes + sum(sample.nbytes for sample in self._staged.values())
+        held = itertools.chain(self._staged.values(), self._shares.values())
+        return self._buffer.nbytes + sum(each.nbytes for each in held)
 
     def knows(self, layer: str) -> bool:
         """Whether the layer has a choice."""
@@ -123,8 +141,19 @@ class Statistics:
             return  # the step will not be accepted
         _, count = self._place[name]
         sample = np.zeros(count + _OTHERS)
+        part = _part(vector, self._turn)
         for codec, levels, places in self._levels[name]:
-            sample[places] = codec.errors(work, vector, levels)
+            if codec.errors_of_parts:
+                known = kernels.squared_norm(part) if part is not vector else energy
+                errors = np.asarray(codec.errors(work, part, levels), dtype=np.float64)
+                sample[places] = errors * (energy / known) if known > 0 else energy
+                continue
+            share = self._shares.get((name, codec.name))
+            if share is None:
+                errors = np.asarray(codec.errors(work, vector, levels), dtype=np.float64)
+                share = errors / energy if energy > 0 else np.zeros(len(levels))
+                self._shares[name, codec.name] = share
+            sample[places] = share * energy
         sample[count - 2] = energy  # skip; dense, the last, loses nothing
         others = sample[count:]
         others[_ENERGY], others[_GRADIENT], others[_SAMPLES] = energy, gradient_energy, 1
@@ -133,6 +162,7 @@ class Statistics:
     def close(self, accepted: bool) -> None:
         """End a step: its samples count if it was ``accepted``, on all ranks or on none."""
         if accepted:
+            self._turn += bool(self._staged)
             for name, sample in self._staged.items():
                 at = self._place[name][0]
                 self._buffer[at : at + sample.size] += sample
@@ -147,6 +177,7 @@ class Statistics:
     def take(self) -> np.ndarray:
         """The buffer, to be summed over ranks; starts anew."""
         taken, self._buffer = self._buffer, np.zeros_like(self._buffer)
+        self._shares.clear()
         return taken
 
     def read(self, total: np.ndarray) -> dict[str, Sums]:

@@ -10,7 +10,7 @@ pay, that is the plan.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,6 +25,10 @@ from .solve import InfeasibleError, Problem
 PRICES = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0)
 #: Seconds that improving layer by layer may take.
 PATIENCE = 0.03
+#: Surcharges are believed up to here: more is no property of plans.
+_MOST_TAX, _MOST_FACTOR = 1.0, 1.5
+#: Seconds hidden in the backward pass tell of their price if they are this share of the step.
+_TELLING = 0.05
 #: Halvings of the range of budgets when a step's time is given.
 _HALVINGS = 14
 
@@ -74,8 +78,7 @@ class TimePolicy(Policy):
         self.hysteresis = hysteresis
         self.metric = metric
         self.reference = reference
-        #: What plans were measured to take, by their choice; these are believed.
-        self._known: dict[bytes, float] = {}
+        self._memory = _Experience()
 
     def describe(self) -> str:
         text = (
@@ -88,7 +91,7 @@ class TimePolicy(Policy):
         model = evidence.model
         if model is None:
             return Decision(evidence.choice, "kept: no step was timed")
-        judge = _Judge(evidence, model, self._known)
+        judge = _Judge(evidence, model, self._memory)
         now = evidence.choice
         if np.isfinite(evidence.measured_seconds):
             judge.learn(now, evidence.measured_seconds)
@@ -106,6 +109,8 @@ class TimePolicy(Policy):
         figures = {
             "limit": limit,
             "link_slowdown": model.slow,
+            "hidden_price": self._memory.tax,
+            "surcharge": self._memory.factor,
             "dense_seconds": dense.seconds,
             **{f"{plan.name}_seconds": plan.seconds for plan in plans},
         }
@@ -126,7 +131,7 @@ class TimePolicy(Policy):
                 f"no plan is predicted to keep {self.budget.value:.4g} s; the fastest takes "
                 f"{best.seconds:.4g} s"
             )
-            return Decision(best.choice, reason, figures=figures)
+            return Decision(best.choice, reason, figures=figures, seconds=best.seconds)
         fits = self._fits(evidence, now, figures["limit"])
         pays = best.seconds < dense.seconds * (1 - self.hysteresis)
         if self.budget.kind == "error" and not pays:
@@ -134,7 +139,7 @@ class TimePolicy(Policy):
                 f"compression does not pay: {dense.seconds * 1e3:.1f} ms dense, "
                 f"{best.seconds * 1e3:.1f} ms with the best plan"
             )
-            return Decision(dense.choice, reason, figures=figures)
+            return Decision(dense.choice, reason, figures=figures, seconds=dense.seconds)
         if (
             self.budget.kind == "error"
             and fits
@@ -142,12 +147,12 @@ class TimePolicy(Policy):
         ):
             gain = 1 - best.seconds / now.seconds
             reason = f"kept: another plan would gain {gain:.1%} of the step"
-            return Decision(evidence.choice, reason, figures=figures)
+            return Decision(evidence.choice, reason, figures=figures, seconds=now.seconds)
         reason = (
             f"{best.name}: {best.seconds * 1e3:.1f} ms a step, {now.seconds * 1e3:.1f} ms as it "
             f"was, {dense.seconds * 1e3:.1f} ms dense"
         )
-        return Decision(best.choice, reason, figures=figures)
+        return Decision(best.choice, reason, figures=figures, seconds=best.seconds)
 
     def _fits(self, evidence: Evidence, plan: _Plan, limit: float) -> bool:
         if self.budget.kind == "step":
@@ -205,13 +210,43 @@ def _total(errors: np.ndarray, choice: np.ndarray) -> float:
     return float(errors[np.arange(choice.size), choice].sum())
 
 
+@dataclass
+class _Experience:
+    """What steps took beside what the model said of them; kept between decisions.
+
+    The model knows links and codecs by themselves. In a job, bytes that overlap with the backward
+    pass take the processor from it where there are few cores, and codecs find cold caches. Both
+    show in steps of compressed plans only, so dense ones are left out.
+
+    Attributes:
+        known: seconds of plans that were in force, by their choice; these are believed.
+        tax: by how much a second on the link lengthens the backward pass that hides it.
+        factor: on what is predicted, for all else.
+    """
+
+    known: dict[bytes, float] = field(default_factory=dict)
+    tax: float = 0.0
+    factor: float = 1.0
+
+    def learn(self, found: Prediction, seconds: float) -> None:
+        """A compressed plan took that long."""
+        if found.hidden > _TELLING * seconds:
+            tax = float(np.clip((seconds - found.total) / found.hidden, 0.0, _MOST_TAX))
+            self.tax = 0.5 * (self.tax + tax)
+        rest = seconds / (found.total + self.tax * found.hidden)
+        rest = float(np.clip(rest, 1 / _MOST_FACTOR, _MOST_FACTOR))
+        # The geometric mean: what is twice as long at first and half of it then is right.
+        self.factor = float(np.sqrt(self.factor * rest))
+
+
 class _Judge:
     """Knows what plans take: as measured if they were in force, else as simulated."""
 
-    def __init__(self, evidence: Evidence, model: StepModel, known: dict[bytes, float]) -> None:
+    def __init__(self, evidence: Evidence, model: StepModel, memory: _Experience) -> None:
         self._evidence = evidence
         self._model = model
-        self._known = known
+        self._memory = memory
+        self._dense = np.array([each.dense for each in evidence.options])
         self._names = [each.layer.name for each in evidence.options]
         codec, link = {}, {}
         for each in evidence.options:
@@ -225,19 +260,27 @@ class _Judge:
 
     def learn(self, choice: np.ndarray, seconds: float) -> None:
         """A plan was in force, and its steps took that long."""
-        key = choice.astype("<i8").tobytes()
-        before = self._known.get(key)
+        known, key = self._memory.known, choice.astype("<i8").tobytes()
+        before = known.get(key)
         # A share of the old value: machines are noisy, and models grow no faster.
-        self._known[key] = seconds if before is None else 0.5 * (before + seconds)
+        known[key] = seconds if before is None else 0.5 * (before + seconds)
+        if (choice != self._dense).any():
+            self._memory.learn(self._simulate(choice), seconds)
 
-    def predict(self, choice: np.ndarray) -> Prediction:
-        """By the model alone."""
+    def _simulate(self, choice: np.ndarray) -> Prediction:
         return self._model.predict(dict(zip(self._names, map(int, choice), strict=True)))
+
+    def predict(self, choice: np.ndarray) -> float:
+        """Seconds by the model and by experience of what it leaves out."""
+        found = self._simulate(choice)
+        if (choice == self._dense).all():
+            return found.total
+        return self._memory.factor * (found.total + self._memory.tax * found.hidden)
 
     def plan(self, name: str, choice: np.ndarray) -> _Plan:
         """A proposal with its seconds."""
-        known = self._known.get(choice.astype("<i8").tobytes())
-        return _Plan(name, choice, self.predict(choice).total if known is None else known)
+        known = self._memory.known.get(choice.astype("<i8").tobytes())
+        return _Plan(name, choice, self.predict(choice) if known is None else known)
 
     def costs(self, price: float) -> np.ndarray:
         """Seconds of all options, those on the link at a price, shape ``[layers, options]``."""
@@ -247,7 +290,7 @@ class _Judge:
     def improve(self, plan: _Plan, errors: np.ndarray, limit: float) -> _Plan:
         """Change one layer after the other while that makes the step shorter, largest first."""
         until = time.perf_counter() + PATIENCE
-        choice, best = plan.choice.copy(), self.predict(plan.choice).total
+        choice, best = plan.choice.copy(), self.predict(plan.choice)
         spare = limit * (1 + solve.SLACK) - _total(errors, choice)
         for row in np.argsort(-self._link.max(axis=1)):
             options = np.flatnonzero(np.isfinite(errors[row]))
@@ -259,7 +302,7 @@ class _Judge:
                 if option == old:
                     continue
                 choice[row] = option
-                seconds = self.predict(choice).total
+                seconds = self.predict(choice)
                 if seconds < best * (1 - 1e-4):
                     best = seconds
                     spare -= errors[row, option] - errors[row, old]

@@ -75,6 +75,8 @@ class Codec(ABC):
         kind: how the payload of the first round travels; the only one, in most codecs.
         leaves_rest: :meth:`encode_sum` leaves in the vector what it did not send.
         encodes_many: :meth:`encode_many` takes fewer launches on a GPU than one call for each.
+        errors_of_parts: :meth:`errors` can be asked for some of a layer's entries, since they
+            do not depend on its shape. Others see all of it, and less often.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Codec(ABC):
     kind: Kind = Kind.GATHER
     leaves_rest: bool = False
     encodes_many: bool = False
+    errors_of_parts: bool = False
 
     def adapt_to(self, memory: str) -> None:
         """Learn which memory the codec works with, before anything else is asked of it."""
@@ -123,7 +126,8 @@ class Codec(ABC):
 
         Args:
             work: the layer in this step; its level is of no account.
-            vector: shape ``[d]`` in ``layer.work_dtype``, finite; comes back unchanged.
+            vector: shape ``[d]`` in ``layer.work_dtype``, finite; comes back unchanged. Of large
+                layers it is a part of the entries if the codec has ``errors_of_parts``.
             levels: from :meth:`menu`, or any that :meth:`check_level` allows.
 
         Raises:

@@ -58,6 +58,7 @@ class QSGDCodec(GatheredQuantiser):
 
     name = "qsgd"
     leaves_rest = True
+    errors_of_parts = True
 
     def __init__(self, bucket: int = 512, norm: str = "max") -> None:
         self.bucket = check_count("bucket", bucket, minimum=1)

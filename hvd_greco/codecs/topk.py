@@ -72,6 +72,7 @@ class TopKCodec(Codec):
     name = "topk"
     leaves_rest = True
     encodes_many = True
+    errors_of_parts = True
 
     def __init__(self, values: str = "fp32", selection: str = "exact") -> None:
         if values not in VALUES:
@@ -111,7 +112,7 @@ class TopKCodec(Codec):
         # What rounding of the values takes (``values="q4"`` and the like) is left out: it is a
         # small share of what is sent, and that is small beside what is not.
         histogram = kernels.accumulate(vector, vector, 0.0, vector)
-        ks = [kept(work.layer.numel, check_density("density", level)) for level in levels]
+        ks = [kept(vector.numel(), check_density("density", level)) for level in levels]
         found: list[float] = kernels.topk_errors(histogram, ks).tolist()
         return found
 
