@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +22,8 @@ def benchmark(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # Where dataclasses look for the names in their annotations.
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
