@@ -419,3 +419,31 @@ def test_large_layers_are_looked_at_in_parts_and_low_rank_once_an_interval(
     np.testing.assert_allclose(part.errors, whole.errors, rtol=0.03)
     parts = [statistics._part(torch.arange(20_000.0), turn) for turn in range(4)]
     assert torch.equal(torch.cat(parts).sort().values, torch.arange(19_968.0))
+
+
+def test_low_rank_errors_are_what_the_warm_start_leads_to() -> None:
+    from hvd_greco.codecs import low_rank
+    from hvd_greco.layers import Layer
+    from simulate import at, context
+
+    layer = Layer(0, "w", (30, 20), torch.float32)
+    where = at(context(), layer, 2)
+    matrix = torch.randn(30, 20, generator=torch.Generator().manual_seed(3))
+    values = torch.linalg.svd(matrix.double())
+    energy, squares = float(values.S.square().sum()), values.S.square()
+
+    def errors(start: torch.Tensor | None) -> list[float]:
+        return low_rank.low_rank_errors(where, matrix.reshape(-1), [2, 20], start)
+
+    # The best directions lose what a truncated singular value decomposition loses.
+    two, all_of_them = errors(values.Vh[:2].float())
+    assert math.isclose(two, energy - float(squares[:2].sum()), rel_tol=1e-4)
+    assert all_of_them < 1e-4 * energy
+    # The worst ones catch their own share, which holds for all ranks.
+    worst, most = errors(values.Vh[-2:].float())
+    assert math.isclose(worst, energy - float(squares[-2:].sum()), rel_tol=1e-3)
+    assert math.isclose(
+        most, energy * (1 - float(squares[-2:].sum() / squares[:2].sum())), rel_tol=1e-3
+    )
+    # Nothing known: seven tenths of the best.
+    assert math.isclose(errors(None)[1], 0.3 * energy, rel_tol=1e-4)
